@@ -10,8 +10,7 @@ from dcpmla.attention.mla.decode import dcp_mla_decode, decode_call, mla_decode
 from dcpmla.attention.mla.layer import MLAAttention
 from dcpmla.attention.mla.prefill import dcp_mla_prefill
 from dcpmla.attention.placement import Placement
-from dcpmla.attention.step.build import StepBuilder
-from dcpmla.attention.step.metadata import StepMetadata
+from dcpmla.attention.step.metadata import StepBuilder, StepMetadata
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.latent import LatentCache
 from dcpmla.comm.select import select_exchange

@@ -85,7 +85,7 @@ class Owner(_Fields):
     def slot_mapping(self, positions: Tensor, block_table_rows: Tensor, block_size: int) -> Tensor:
         """Map tokens to cache slots (block id x block_size + offset) on this rank, -1 for other ranks' tokens.
 
-        DeepSeek-V4's compressor calls it on the device; `attention/step/build.py: lay_out` maps the tokens of a step.
+        DeepSeek-V4's compressor calls it on the device; `step/metadata.py: lay_out` maps the tokens of a step.
 
         Args:
             positions: Positions [T] of tokens in their sequences; a negative position (padding) gets -1.

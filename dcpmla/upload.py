@@ -1,6 +1,6 @@
 """Asynchronous copies of arrays from the host to a device, many in one transfer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -22,19 +22,25 @@ def upload(arrays: Sequence[np.ndarray[Any, Any]], device: torch.device | str) -
     device = torch.device(device)
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    starts, end = [], 0
-    for array in arrays:
-        starts.append(end)
-        end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-    staged = torch.empty(end, dtype=torch.uint8, pin_memory=True)
+    parts = aligned_slices((array.nbytes for array in arrays), _ALIGNMENT)
+    staged = torch.empty(parts[-1].stop if parts else 0, dtype=torch.uint8, pin_memory=True)
     buffer = staged.numpy()
-    for start, array in zip(starts, arrays, strict=True):
-        buffer[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+    for part, array in zip(parts, arrays, strict=True):
+        buffer[part].view(array.dtype).reshape(array.shape)[...] = array
     on_device = staged.to(device, non_blocking=True)
     return [
-        on_device[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
-        for start, array in zip(starts, arrays, strict=True)
+        on_device[part].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+        for part, array in zip(parts, arrays, strict=True)
     ]
+
+
+def aligned_slices(lengths: Iterable[int], alignment: int) -> list[slice]:
+    """Return consecutive slices of the given lengths, each of which begins at a multiple of alignment."""
+    slices, begin = [], 0
+    for length in lengths:
+        slices.append(slice(begin, begin + length))
+        begin += -(-length // alignment) * alignment
+    return slices
 
 
 @lru_cache(maxsize=64)

@@ -17,7 +17,7 @@ from dcpmla import DCPConfig, DCPMesh, IndexerConfig, Placement, select_exchange
 from dcpmla.attention.layers.compressed.cache import CompressedCache, plan_compressed
 from dcpmla.attention.layers.compressed.config import CompressedConfig, LayerKind
 from dcpmla.attention.layers.compressed.step import compressed_traits, with_angles
-from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.comm.faults import StepFaults
 from dcpmla.integrations.external.compressed import CompressedModules, CompressorModules, ExternalCompressedAttention

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from dcpmla import DCPConfig, DCPMesh, ExternalAttention, MLAConfig, MLAModules, Placement, select_exchange
-from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.latent import LayerCache
 from dcpmla.comm.faults import StepFaults

@@ -25,7 +25,7 @@ from dcpmla import (
     select_exchange,
 )
 from dcpmla.attention.select.step import with_selection
-from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.latent import LayerCache
 from dcpmla.comm.faults import StepFaults

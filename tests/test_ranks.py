@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dcpmla import init_mesh
-from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.runtime.graph import StepGraph
 from tests.runtime.test_graph import DCP, MAX_MODEL_LEN, make_cache, sums
 from tests.support import recording

@@ -19,9 +19,9 @@ from benchmarks.peers.libraries import load_deep_gemm, load_humming, load_vllm
 from dcpmla.bench.results import leave_out
 from dcpmla.model.experts import ExpertWeights
 from dcpmla.model.kernels.blocks import sum_routes
-from dcpmla.parallel.fp8 import QuantizedRows, quantize_rows
+from dcpmla.parallel.fp8 import quantize_rows
 from dcpmla.parallel.kernels import quantize
-from dcpmla.parallel.quantized import BLOCK, BlockFp8, empty_groups
+from dcpmla.parallel.quantized import BLOCK, BlockFp8, QuantizedRows, empty_groups
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]  # takes x, expert_ids, expert_weights, as `compute_experts`
 MakeExperts = Callable[[ExpertWeights], Experts]

@@ -15,7 +15,8 @@ from dcpmla.cache.formats import to_fp8, write_latents
 from dcpmla.comm.norm import rms_norm
 from dcpmla.operators import is_float_on_gpu, nothing, operator
 from dcpmla.parallel.fixed import fixed_linear, multiply_rows
-from dcpmla.parallel.fp8 import dequantize_blocks, empty_codes, quantize_rows, runs_fp8
+from dcpmla.parallel.fp8 import dequantize_blocks, quantize_rows, runs_fp8
+from dcpmla.parallel.quantized import empty_codes
 
 
 def apply_rope(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:

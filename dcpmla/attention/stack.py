@@ -12,8 +12,7 @@ import torch
 
 from dcpmla.attention.costs import LayerCosts, Rates, StackCosts
 from dcpmla.attention.spec import LayerSpec, Rotary
-from dcpmla.attention.step.build import StepBuilder
-from dcpmla.attention.step.metadata import StepMetadata
+from dcpmla.attention.step.metadata import StepBuilder, StepMetadata
 from dcpmla.attention.step.table import StepTraits
 from dcpmla.cache.plan import CachePlan
 from dcpmla.config import DCPConfig

@@ -15,8 +15,7 @@ from dcpmla.attention.layers.compressed.layer import CompressedAttention
 from dcpmla.attention.layers.compressed.step import CompressedMetadata, compressed_traits, selects, with_angles
 from dcpmla.attention.mla.decode import mla_decode
 from dcpmla.attention.select.candidates import candidate_width
-from dcpmla.attention.step.build import StepBuilder
-from dcpmla.attention.step.metadata import StepMetadata
+from dcpmla.attention.step.metadata import StepBuilder, StepMetadata
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.bench.cache_formats import fill_index_keys, fill_shared_rows
 from dcpmla.bench.stack import MOST_STEPS, Stack, StackMaker, StackSizes

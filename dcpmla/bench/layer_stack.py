@@ -11,7 +11,7 @@ from dcpmla.attention.mla.latent_spec import LatentSpec, query_factor
 from dcpmla.attention.mla.layer import PROJECT_FIRST_TOKENS, MLAAttention
 from dcpmla.attention.projection_calls import ValueProjection
 from dcpmla.attention.projections import project_values
-from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.bench.cache_formats import KV_SCALE, fill_randomly
 from dcpmla.bench.stack import MOST_STEPS, Stack, StackSizes

@@ -19,7 +19,7 @@ from dcpmla.bench.options import add_measured
 from dcpmla.bench.results import Row, dtype_name
 from dcpmla.bench.runner import Benchmark
 from dcpmla.bench.timing import Operation, Timing, calls_over, num_rotated, time_operation
-from dcpmla.parallel.fp8 import QuantizedRows
+from dcpmla.parallel.quantized import QuantizedRows
 
 _RANK, _NOPE, _VALUE = 512, 128, 128  # latent, nope and value widths: DeepSeek V2 and V3, Kimi-K2
 _SAMPLE_SECONDS = 1.0  # limit for the samples of one operation

@@ -21,8 +21,8 @@ from dcpmla.comm.calls import NormedSum
 from dcpmla.comm.norm import add_norm, rms_norm
 from dcpmla.comm.reduce import CollectiveReduce, select_reduce
 from dcpmla.job.join import Job
-from dcpmla.parallel.fp8 import PlainRows, plain
 from dcpmla.parallel.mesh import init_mesh
+from dcpmla.parallel.quantized import PlainRows, plain
 
 _EPS = 1e-6
 # NCCL rounds a sum of bfloat16 at every rank; the norm is rounded twice more.

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 
 from dcpmla.attention.costs import RouteCosts
-from dcpmla.attention.step.build import StepBuilder
-from dcpmla.attention.step.metadata import StepMetadata
+from dcpmla.attention.step.metadata import StepBuilder, StepMetadata
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.bench.cache_formats import config_name
 from dcpmla.bench.geometries import GEOMETRIES, config_of

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dcpmla.parallel.fp8 import empty_codes
+from dcpmla.parallel.quantized import empty_codes
 
 
 class NormedSum(NamedTuple):

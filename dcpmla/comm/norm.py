@@ -11,8 +11,8 @@ from torch import Tensor
 
 from dcpmla.comm.calls import NormedSum
 from dcpmla.operators import operator
-from dcpmla.parallel.fp8 import empty_codes, quantize_rows
-from dcpmla.parallel.quantized import BLOCK
+from dcpmla.parallel.fp8 import quantize_rows
+from dcpmla.parallel.quantized import BLOCK, empty_codes
 
 
 def checked(call: NormedSum) -> NormedSum:

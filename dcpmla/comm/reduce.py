@@ -12,7 +12,7 @@ from dcpmla.comm.norm import add_norm, checked, wide_dtype
 from dcpmla.comm.select import direct_if_reached
 from dcpmla.parallel.collectives import named
 from dcpmla.parallel.fixed import sum_in_order
-from dcpmla.parallel.fp8 import NormedRows, PlainRows
+from dcpmla.parallel.quantized import NormedRows, PlainRows
 
 
 class Reduce(Protocol):

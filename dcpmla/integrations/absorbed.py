@@ -8,8 +8,7 @@ from torch import Tensor
 
 from dcpmla.attention.backends.calls import Segments
 from dcpmla.attention.costs import SEGMENT_ROWS
-from dcpmla.attention.step.build import StepBuilder
-from dcpmla.attention.step.metadata import DecodeMetadata, part_tokens
+from dcpmla.attention.step.metadata import DecodeMetadata, StepBuilder, part_tokens
 from dcpmla.attention.step.table import cut_queries
 from dcpmla.upload import upload
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 import torch
 from tqdm import tqdm
 
-from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.sharded_model import ShardedModel

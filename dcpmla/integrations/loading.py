@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from dcpmla.attention.backends.choice import check_backends
-from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.chunks import max_chunk_tokens
+from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.host import HostMemory
 from dcpmla.cache.plan import Cache, CachePlan

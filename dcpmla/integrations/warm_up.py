@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.backends.calls import Segments
-from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.chunks import PrefillMetadata, lay_out_prefills
-from dcpmla.attention.step.metadata import DecodeMetadata
+from dcpmla.attention.step.metadata import DecodeMetadata, StepBuilder
 from dcpmla.cache.formats import row_width
 from dcpmla.runtime.graph_sizes import warm_up_sizes
 

@@ -19,8 +19,8 @@ from dcpmla.model.moe import MoE
 from dcpmla.model.norm_gate import NormGate
 from dcpmla.parallel.by_rows import by_rows
 from dcpmla.parallel.collectives import all_gather
-from dcpmla.parallel.fp8 import NormedRows, PlainRows, plain
 from dcpmla.parallel.linear import Linear
+from dcpmla.parallel.quantized import NormedRows, PlainRows, plain
 
 
 class DecoderBlock(nn.Module):

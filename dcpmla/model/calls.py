@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from dcpmla.model.glu import Glu
-from dcpmla.parallel.fp8 import QuantizedRows
+from dcpmla.parallel.quantized import QuantizedRows
 
 
 class Sums(NamedTuple):

@@ -13,8 +13,20 @@ from dcpmla.model.glu import SWIGLU, Glu, activate
 from dcpmla.operators import operator
 from dcpmla.parallel.by_rows import by_rows
 from dcpmla.parallel.fixed import multiply_rows
-from dcpmla.parallel.fp8 import NormedRows, PlainRows, plain, runs_fp8
-from dcpmla.parallel.quantized import BLOCK, GROUP, AnyWeight, BlockFp8, GroupFp4, GroupInt4, dequantize, unpack
+from dcpmla.parallel.fp8 import runs_fp8
+from dcpmla.parallel.quantized import (
+    BLOCK,
+    GROUP,
+    AnyWeight,
+    BlockFp8,
+    GroupFp4,
+    GroupInt4,
+    NormedRows,
+    PlainRows,
+    dequantize,
+    plain,
+    unpack,
+)
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Dtypes of codes and of scales, and rows and columns that share a scale.

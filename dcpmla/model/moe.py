@@ -16,9 +16,8 @@ from dcpmla.model.latent import Latent
 from dcpmla.model.mlp import MLP, MLPPart
 from dcpmla.model.router import Router, route, router_logits, weigh
 from dcpmla.parallel.by_rows import by_rows
-from dcpmla.parallel.fp8 import PlainRows, plain
 from dcpmla.parallel.linear import Weight, fill
-from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, GroupFp4, GroupInt4, dequantize
+from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, GroupFp4, GroupInt4, PlainRows, dequantize, plain
 from dcpmla.parallel.reformat import to_block_fp8
 
 

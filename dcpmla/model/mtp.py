@@ -7,8 +7,8 @@ from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.plan import Cache
 from dcpmla.comm.norm import norm_rows
 from dcpmla.model.block import DecoderBlock
-from dcpmla.parallel.fp8 import plain
 from dcpmla.parallel.linear import Linear
+from dcpmla.parallel.quantized import plain
 
 
 class MtpLayer(nn.Module):

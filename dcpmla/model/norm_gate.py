@@ -5,7 +5,8 @@ from torch.nn import functional as F
 
 from dcpmla.comm.norm import wide_dtype
 from dcpmla.operators import operator
-from dcpmla.parallel.fp8 import NormedRows, PlainRows, empty_codes, quantize_rows
+from dcpmla.parallel.fp8 import quantize_rows
+from dcpmla.parallel.quantized import NormedRows, PlainRows, empty_codes
 
 
 class NormGate(nn.Module):

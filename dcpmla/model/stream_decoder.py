@@ -15,8 +15,8 @@ from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import MoE
 from dcpmla.model.ngrams import NgramHash
 from dcpmla.model.streams import Connection, DelayedCollapse, StreamMean, finish
-from dcpmla.parallel.fp8 import plain
 from dcpmla.parallel.linear import Linear
+from dcpmla.parallel.quantized import plain
 
 
 class StreamBlock(nn.Module):

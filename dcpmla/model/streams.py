@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dcpmla.model.mixing import Constants, Mixing, Projection, Streams
-from dcpmla.parallel.fp8 import NormedRows, PlainRows, plain, quantize_rows
+from dcpmla.parallel.fp8 import quantize_rows
+from dcpmla.parallel.quantized import NormedRows, PlainRows, plain
 
 
 class Connection(nn.Module):

@@ -1,13 +1,11 @@
-"""Products with block-quantized fp8 weights, and their input rows.
+"""Products with block-quantized fp8 weights, and the quantization of their input rows.
 
 Custom ops (`torch.ops.dcpmla`). The torch code here specifies them and runs on CPUs, on GPUs without e4m3 and in
 float64: products with the dequantized weight, exact but for their sums. GPUs of compute capability 8.9 and later
 multiply e4m3 by e4m3, so rows are quantized in groups of 128 columns before. No gradients.
 """
 
-from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,65 +13,18 @@ from torch.nn import functional as F
 
 from dcpmla.operators import operator
 from dcpmla.parallel.fixed import fixed_linear
-from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, Fp8Product, dequantize, empty_groups, quantize_groups
+from dcpmla.parallel.quantized import (
+    BLOCK,
+    BlockFp8,
+    Fp8Product,
+    QuantizedRows,
+    dequantize,
+    empty_codes,
+    empty_groups,
+    quantize_groups,
+)
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-class QuantizedRows(NamedTuple):
-    """T quantized rows of K columns.
-
-    Attributes:
-        values: Codes, e4m3 [T, K]; nvfp4: uint8 [T, K / 2].
-        scales: Scales for a block-quantized weight, float32 [T, K / 128] of any strides, or [1] for all rows.
-            Attention's output (`dcpmla.attention.output.rows`) also comes with other scales: fp8_groups: float32
-            [T, K / G] in the layout asked for; nvfp4: e4m3 in the order of `formats.new_rows`.
-    """
-
-    values: Tensor
-    scales: Tensor
-
-
-@dataclass(frozen=True)
-class NormedRows:
-    """Output rows of a norm for several layers; some layers take them in fp8.
-
-    Attributes:
-        plain: Rows [T, K], not quantized.
-        quantized: Quantized rows, in groups of 128.
-    """
-
-    plain: Tensor
-    quantized: QuantizedRows
-
-    def __getitem__(self, rows: slice) -> "NormedRows":
-        return NormedRows(self.plain[rows], QuantizedRows(*(part[rows] for part in self.quantized)))
-
-    @classmethod
-    def join(cls, plain: Tensor, values: Tensor, scales: Tensor) -> "PlainRows":
-        """Return rows with their quantized values, or the rows alone if those have no columns (`empty_codes`)."""
-        return cls(plain, QuantizedRows(values, scales)) if values.shape[1] else plain
-
-
-PlainRows = Tensor | NormedRows
-AnyRows = PlainRows | QuantizedRows
-
-
-def plain(x: AnyRows) -> Tensor:
-    """Return rows that are not quantized; raise ValueError for `QuantizedRows`, which only fp8 weights take."""
-    if isinstance(x, QuantizedRows):
-        raise ValueError("x is quantized, but the weight is not; pass rows in the weight's dtype")
-    return x.plain if isinstance(x, NormedRows) else x
-
-
-def empty_codes(x: Tensor, quantizes: bool) -> QuantizedRows:
-    """Return memory for x [T, K] in fp8, or for 0 columns: an op must always return the same number of tensors."""
-    return QuantizedRows(*empty_groups(x if quantizes else x[:, :0]))
-
-
-def empty_rows(x: Tensor, quantizes: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return memory for x [T, K] as rows, codes and scales: for the first alone, or with quantizes for the others."""
-    return x.new_empty(x.shape[0], 0 if quantizes else x.shape[1]), *empty_codes(x, quantizes)
 
 
 def rows_or_codes(x: Tensor, quantizes: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -149,12 +100,3 @@ def multiply_groups(x: Tensor, weight: Tensor) -> Tensor:
 def dequantize_blocks(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values of a `BlockFp8`: codes [.., N, K], scales [.., ceil(N / 128), ceil(K / 128)]."""
     return dequantize(BlockFp8(codes, scales), dtype)
-
-
-def unquantized(weight: AnyWeight, target: Tensor) -> Tensor:
-    """Return a plain weight unchanged, or a quantized weight's values in the dtype and on the device of `target`."""
-    if isinstance(weight, BlockFp8):
-        return dequantize_blocks(weight.codes.to(target.device), weight.scales.to(target.device), target.dtype)
-    if isinstance(weight, Tensor):
-        return weight
-    return dequantize(type(weight)(*(part.to(target.device) for part in weight)), target.dtype)

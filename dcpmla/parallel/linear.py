@@ -16,17 +16,21 @@ from torch.nn import functional as F
 
 from dcpmla.parallel.collectives import named
 from dcpmla.parallel.fixed import fixed_linear, sum_in_order
-from dcpmla.parallel.fp8 import (
+from dcpmla.parallel.fp8 import dequantize_blocks, fp8_linear, runs_fp8
+from dcpmla.parallel.group_fp8 import multiply_group_fp8
+from dcpmla.parallel.quantized import (
+    BLOCK,
+    GROUP,
     AnyRows,
+    AnyWeight,
+    BlockFp8,
+    Fp8Product,
+    GroupFp8,
     NormedRows,
     QuantizedRows,
-    fp8_linear,
+    dequantize,
     plain,
-    runs_fp8,
-    unquantized,
 )
-from dcpmla.parallel.group_fp8 import multiply_group_fp8
-from dcpmla.parallel.quantized import BLOCK, GROUP, AnyWeight, BlockFp8, Fp8Product, GroupFp8
 
 
 class Weight(Protocol):
@@ -234,6 +238,15 @@ def _read_values(weight: Weight, name: str, index: tuple[slice, ...]) -> Tensor:
             f"8 or 4 bits with their scales"
         )
     return part
+
+
+def unquantized(weight: AnyWeight, target: Tensor) -> Tensor:
+    """Return a plain weight unchanged, or a quantized weight's values in the dtype and on the device of `target`."""
+    if isinstance(weight, BlockFp8):
+        return dequantize_blocks(weight.codes.to(target.device), weight.scales.to(target.device), target.dtype)
+    if isinstance(weight, Tensor):
+        return weight
+    return dequantize(type(weight)(*(part.to(target.device) for part in weight)), target.dtype)
 
 
 def fill(parameter: nn.Parameter | Tensor | None, *parts: Tensor) -> None:

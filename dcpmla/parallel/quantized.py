@@ -1,5 +1,9 @@
-"""Numbers in 8 and 4 bits: weights in the formats of checkpoints, their values, and rows quantized in groups."""
+"""Numbers in 8 and 4 bits: weights in the formats of checkpoints, their values, and rows quantized in groups.
 
+Products with them are in `parallel/fp8.py` and `parallel/group_fp8.py`.
+"""
+
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -64,6 +68,41 @@ class GroupInt4(NamedTuple):
     scales: Tensor
 
 
+class QuantizedRows(NamedTuple):
+    """T quantized rows of K columns.
+
+    Attributes:
+        values: Codes, e4m3 [T, K]; nvfp4: uint8 [T, K / 2].
+        scales: Scales for a block-quantized weight, float32 [T, K / 128] of any strides, or [1] for all rows.
+            Attention's output (`dcpmla.attention.output.rows`) also comes with other scales: fp8_groups: float32
+            [T, K / G] in the layout asked for; nvfp4: e4m3 in the order of `formats.new_rows`.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+
+@dataclass(frozen=True)
+class NormedRows:
+    """Output rows of a norm for several layers; some layers take them in fp8.
+
+    Attributes:
+        plain: Rows [T, K], not quantized.
+        quantized: Quantized rows, in groups of 128.
+    """
+
+    plain: Tensor
+    quantized: QuantizedRows
+
+    def __getitem__(self, rows: slice) -> "NormedRows":
+        return NormedRows(self.plain[rows], QuantizedRows(*(part[rows] for part in self.quantized)))
+
+    @classmethod
+    def join(cls, plain: Tensor, values: Tensor, scales: Tensor) -> "PlainRows":
+        """Return rows with their quantized values, or the rows alone if those have no columns (`empty_codes`)."""
+        return cls(plain, QuantizedRows(values, scales)) if values.shape[1] else plain
+
+
 class Fp8Product(NamedTuple):
     """A product of rows and a `BlockFp8`; with G groups of columns, of each group and N / G of the weight's rows.
 
@@ -88,6 +127,15 @@ class Fp8Product(NamedTuple):
 
 
 AnyWeight = Tensor | BlockFp8 | GroupFp8 | GroupFp4 | GroupInt4
+PlainRows = Tensor | NormedRows
+AnyRows = PlainRows | QuantizedRows
+
+
+def plain(x: AnyRows) -> Tensor:
+    """Return rows that are not quantized; raise ValueError for `QuantizedRows`, which only fp8 weights take."""
+    if isinstance(x, QuantizedRows):
+        raise ValueError("x is quantized, but the weight is not; pass rows in the weight's dtype")
+    return x.plain if isinstance(x, NormedRows) else x
 
 
 def unpack(weight: AnyWeight) -> tuple[Tensor, Tensor | None]:
@@ -156,6 +204,16 @@ def empty_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     shape, strides = (x.shape[0], x.shape[1] // BLOCK), (1, (x.shape[0] + 3) // 4 * 4)
     scales = torch.empty_strided(shape, strides, dtype=torch.float32, device=x.device)
     return torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device), scales
+
+
+def empty_codes(x: Tensor, quantizes: bool) -> QuantizedRows:
+    """Return memory for x [T, K] in fp8, or for 0 columns: an op must always return the same number of tensors."""
+    return QuantizedRows(*empty_groups(x if quantizes else x[:, :0]))
+
+
+def empty_rows(x: Tensor, quantizes: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return memory for x [T, K] as rows, codes and scales: for the first alone, or with quantizes for the others."""
+    return x.new_empty(x.shape[0], 0 if quantizes else x.shape[1]), *empty_codes(x, quantizes)
 
 
 def spread(scales: Tensor, num_rows: int, num_cols: int, target: Tensor) -> Tensor:

@@ -7,8 +7,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from dcpmla.attention.step.build import StepBuilder
-from dcpmla.attention.step.metadata import Defer, StepMetadata
+from dcpmla.attention.step.metadata import Defer, StepBuilder, StepMetadata
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.plan import Cache
 from dcpmla.fields import check_fields, whole

@@ -1,20 +1,36 @@
 """The static memory that captured graphs read: a step's numbers and its tokens' inputs, padded to a size."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dcpmla.attention.backends.calls import Segments, decode_workspace
-from dcpmla.attention.step.build import StepBuilder, lay_out
-from dcpmla.attention.step.chunks import PrefillMetadata, segments_of
-from dcpmla.attention.step.long_pieces import num_pieces
-from dcpmla.attention.step.metadata import DecodeMetadata, Defer, StepMetadata
-from dcpmla.attention.step.table import StepRequests, StepTable, StepTokens, TableSizes, cut_queries, pad_table
+from dcpmla.attention.step.chunks import PrefillMetadata
+from dcpmla.attention.step.metadata import DecodeMetadata, Defer, StepBuilder, StepMetadata, lay_out
+from dcpmla.attention.step.table import StepRequests, StepTable, StepTokens, TableSizes, pad_table, starts_of
 from dcpmla.cache.plan import CachePlan
 from dcpmla.runtime.graph_sizes import GraphLimits, GraphSize, max_prompts
 from dcpmla.upload import upload
+
+
+class _Views(NamedTuple):
+    """The parts of static memory that a size uses, made once, because each takes the host a microsecond.
+
+    Attributes:
+        sizes: Sizes of its tables.
+        words, table: Ids of tokens and numbers of requests as words, and the numbers as columns with a block table.
+        tokens: Numbers of tokens.
+        inputs: Inputs of tokens.
+    """
+
+    sizes: TableSizes
+    words: Tensor
+    table: StepTable
+    tokens: StepTokens
+    inputs: Tensor
 
 
 class GraphInputs:
@@ -37,10 +53,10 @@ class GraphInputs:
         self._limits, self._steps, self._plan, self._input_like = limits, steps, plan, input_like
         self._device, self._has_ids = input_like.device, (input_like.shape, input_like.dtype) == ((), torch.int64)
         self._max_blocks = -(-limits.max_model_len // steps.layout.block_tokens)
-        self._sizes = {size: self._table_sizes(size) for size in sizes}
+        tables = {size: self._table_sizes(size) for size in sizes}
         num_rows = max(size.num_tokens for size in sizes)
-        num_blocks = max(each.num_reqs for each in self._sizes.values()) * self._max_blocks
-        num_words = max(self._num_ids(size) + each.num_words for size, each in self._sizes.items())
+        num_blocks = max(each.num_reqs for each in tables.values()) * self._max_blocks
+        num_words = max(each.num_words for each in tables.values())
         # Ids and columns, then the block ids of a step before they are spread over the rows of the static table.
         self._memory = torch.zeros(num_words + num_blocks, dtype=torch.int32, device=self._device)
         self._block_table = torch.zeros(num_blocks, dtype=torch.int32, device=self._device)
@@ -48,18 +64,15 @@ class GraphInputs:
         num_hidden = 0 if self._has_ids else num_rows
         self._hidden = torch.zeros(num_hidden, *input_like.shape, dtype=input_like.dtype, device=self._device)
         self._workspace = decode_workspace(self._device)
-        # Views are made once, because each takes the host a microsecond.
-        self._columns = {size: self._columns_of(size) for size in sizes}
-        self._tables = {size: self._table_of(size) for size in sizes}
-        self._inputs = {size: self._inputs_of(size) for size in sizes}
+        self._views = {size: self._views_of(size, tables[size]) for size in sizes}
 
     def clear(self, size: GraphSize) -> None:
         """Make all rows of a size padding."""
         self._memory.zero_()
         self._hidden.zero_()
-        table, sizes = self._tables[size], self._sizes[size]
+        sizes, table = self._views[size].sizes, self._views[size].table
         table.states.fill_(-1)
-        if sizes.num_pieces:  # A prompt of as many tokens takes kernels as long.
+        if len(table.pieces):  # A prompt of as many tokens takes kernels as long.
             padding = StepRequests([size.num_tokens], [size.num_tokens], [()], [-1])
             words = np.zeros(sizes.num_words, dtype=np.int32)
             numbers = StepTable.of(words, sizes, None)
@@ -84,46 +97,42 @@ class GraphInputs:
             ValueError: An argument does not match these conditions.
         """
         blocks, rows = self._check(size, inputs, requests), None
-        num_reqs, sizes, num_ids = len(requests.query_lens), self._sizes[size], self._num_ids(size)
+        num_reqs, (sizes, _, table, _, target) = len(requests.query_lens), self._views[size]
         if size.query_len and len(inputs) != num_reqs * size.query_len:
             inputs, rows = self._repeat_last(inputs, np.asarray(requests.query_lens), size.query_len)
-        num_words = num_ids + sizes.num_words
-        # New memory, because the previous step's transfer may still read its memory.
-        staged = torch.empty(num_words + blocks.size, dtype=torch.int32, pin_memory=self._memory.is_cuda)
-        words = staged.numpy()
-        words[:num_words] = 0
-        words[num_words:] = blocks.ravel()
-        numbers = StepTable.of(words[num_ids:num_words], sizes, None)
-        numbers.fill(requests._replace(segment_len=self._limits.segment_len), sizes, self._limits.room(size))
+        requests = requests._replace(segment_len=self._limits.segment_len)
+        staged = StepTable.stage(requests, sizes, blocks, self._device)
         comes_along = self._has_ids and inputs.is_cpu
         if comes_along:
-            words[:num_ids].view(np.int64)[: len(inputs)] = inputs.numpy()
-        self._memory[: len(words)].copy_(staged, non_blocking=True)
-        there = self._memory[num_words : len(words)].view(blocks.shape)
-        self._tables[size].block_table[: blocks.shape[0], : blocks.shape[1]].copy_(there)
+            staged[: sizes.num_ids].view(torch.int64)[: len(inputs)] = inputs
+        self._memory[: len(staged)].copy_(staged, non_blocking=True)
+        there = self._memory[sizes.num_words : len(staged)].view(blocks.shape)
+        table.block_table[: blocks.shape[0], : blocks.shape[1]].copy_(there)
         if not comes_along:
-            self._inputs[size][: len(inputs)].copy_(inputs)
+            target[: len(inputs)].copy_(inputs)
             if not self._has_ids:
-                self._hidden[len(inputs) : size.num_tokens].zero_()
+                target[len(inputs) :].zero_()
         if num_rejected is not None:
-            self._tables[size].num_rejected[:num_reqs].copy_(num_rejected)
+            table.num_rejected[:num_reqs].copy_(num_rejected)
         return rows
 
     @torch.inference_mode()
     def take(self, inputs: Tensor, other: "GraphInputs", size: GraphSize) -> None:
         """Copy the numbers of another step of a size over the same cache, and set the inputs [rows, ...]."""
-        self._columns[size].copy_(other._columns[size])
-        self._tables[size].block_table.copy_(other._tables[size].block_table)
-        self._inputs[size].copy_(inputs)
+        own, others = self._views[size], other._views[size]
+        num_words = min(len(own.words), len(others.words))  # one may have no ids before its columns
+        own.words[-num_words:].copy_(others.words[-num_words:])
+        own.table.block_table.copy_(others.table.block_table)
+        own.inputs.copy_(inputs)
 
     def lay_out(self, size: GraphSize) -> None:
         """Write the numbers of a size's tokens."""
-        lay_out(self._tables[size], self._tokens.front(size.num_tokens), self._steps.layout)
+        lay_out(self._views[size].table, self._views[size].tokens, self._steps.layout)
 
     def step(self, size: GraphSize, defer: Defer | None = None) -> tuple[Tensor, StepMetadata]:
         """Return a size's inputs [size.num_tokens, ...] and metadata, in static memory, valid once laid out."""
-        table, tokens, room = self._tables[size], self._tokens.front(size.num_tokens), self._limits.room(size)
-        decode = prefill = None
+        sizes, _, table, tokens, inputs = self._views[size]
+        decode, prefill, room = None, None, sizes.room
         if room:
             is_even = size.query_len > 0
             decode = DecodeMetadata(
@@ -151,44 +160,31 @@ class GraphInputs:
             prefill=prefill,
             defer=defer,
         )
-        return self._inputs[size], step
+        return inputs, step
 
     def replay(self, size: GraphSize, requests: StepRequests, workspace: Tensor | None) -> StepMetadata:
         """Return the step that was filled last, once laid out, for work between its graphs (`StepBuilder.step`)."""
         num_columns = -(-max(requests.seq_lens) // self._steps.layout.block_tokens)
-        table = self._tables[size].front(len(requests.query_lens), num_columns)
-        decodes = np.asarray(requests.query_lens[: requests.num_decodes])
-        if len(decodes) and not (decodes.min() == decodes.max() <= requests.segment_len):
-            segments, index = cut_queries(decodes, requests.segment_len)
-            (request,) = upload([index], self._device)
-            starts = segments_of(segments, self._device).start_loc
-            table = table._replace(segment_start=starts, segment_request=request)
+        table = self._views[size].table.front(len(requests.query_lens), num_columns)
+        segments = requests.segments()
+        if segments is not None:
+            starts, index = upload([np.array(starts_of(segments[0]), np.int32), segments[1]], self._device)
+            table = table._replace(segment_start=starts, segment_request=index)
         return self._steps.step(table, requests, 0, workspace, self._tokens.front(sum(requests.query_lens)))
 
     def _table_sizes(self, size: GraphSize) -> TableSizes:
-        limits, has_chunks = self._limits, self._steps.layout.traits.takes_chunks and not size.query_len
-        num_reqs = size.num_tokens // size.query_len if size.query_len else limits.max_num_seqs
-        num_segments = 0 if size.query_len or not limits.room(size) else limits.num_segments
-        pieces = num_pieces(num_reqs, size.num_tokens) if has_chunks else 0
-        return TableSizes(num_reqs, size.num_tokens, num_segments, size.query_len, pieces)
+        limits, query_len, room = self._limits, size.query_len, self._limits.room(size)
+        num_reqs = size.num_tokens // query_len if query_len else limits.max_num_seqs
+        num_segments = limits.num_segments if room and not query_len else 0
+        has_pieces = self._steps.layout.traits.takes_chunks and not query_len
+        num_ids = 2 * size.num_tokens * self._has_ids
+        return TableSizes(num_reqs, size.num_tokens, num_segments, query_len, has_pieces, room, num_ids)
 
-    def _columns_of(self, size: GraphSize) -> Tensor:
-        begin = self._num_ids(size)
-        return self._memory[begin : begin + self._sizes[size].num_words]
-
-    def _table_of(self, size: GraphSize) -> StepTable:
-        num_reqs = self._sizes[size].num_reqs
-        block_table = self._block_table[: num_reqs * self._max_blocks].view(num_reqs, self._max_blocks)
-        return StepTable.of(self._columns[size], self._sizes[size], block_table)
-
-    def _num_ids(self, size: GraphSize) -> int:
-        """Return the words of a size's token ids, before its columns, which begin at multiples of 16 bytes."""
-        return -(-2 * size.num_tokens // 4) * 4 if self._has_ids else 0
-
-    def _inputs_of(self, size: GraphSize) -> Tensor:
-        if self._has_ids:
-            return self._memory[: self._num_ids(size)].view(torch.int64)[: size.num_tokens]
-        return self._hidden[: size.num_tokens]
+    def _views_of(self, size: GraphSize, sizes: TableSizes) -> _Views:
+        block_table = self._block_table[: sizes.num_reqs * self._max_blocks].view(sizes.num_reqs, self._max_blocks)
+        inputs = self._memory[: sizes.num_ids].view(torch.int64) if self._has_ids else self._hidden[: size.num_tokens]
+        words, tokens = self._memory[: sizes.num_words], self._tokens.front(size.num_tokens)
+        return _Views(sizes, words, StepTable.of(words, sizes, block_table), tokens, inputs)
 
     def _repeat_last(self, inputs: Tensor, query_lens: np.ndarray, query_len: int) -> tuple[Tensor, Tensor]:
         """Return the inputs of requests that are padded to query_len tokens with their last one, and the rows of those
@@ -201,7 +197,7 @@ class GraphInputs:
 
     def _check(self, size: GraphSize, inputs: Tensor, requests: StepRequests) -> np.ndarray:
         """Return the block table [num_reqs, blocks of the longest]; raise ValueError for invalid arguments."""
-        self._steps.check(requests)
+        requests.check(self._steps.layout)
         query_lens, seq_lens, block_tables = requests[:3]
         blocks = pad_table(block_tables, seq_lens, self._steps.layout.block_tokens)
         if blocks.shape[1] > self._max_blocks:
@@ -213,10 +209,10 @@ class GraphInputs:
             raise ValueError(
                 f"block_tables has block {blocks.max()}; the cache has {self._plan.num_blocks} blocks, numbered from 0"
             )
-        if sum(query_lens) > size.num_tokens or len(query_lens) > self._sizes[size].num_reqs:
+        if sum(query_lens) > size.num_tokens or len(query_lens) > self._views[size].sizes.num_reqs:
             raise ValueError(
                 f"query_lens has {len(query_lens)} requests with {sum(query_lens)} tokens; the graph of {size} is for "
-                f"at most {self._sizes[size].num_reqs} requests"
+                f"at most {self._views[size].sizes.num_reqs} requests"
             )
         expected = torch.Size([sum(query_lens), *self._input_like.shape])
         if inputs.shape != expected:

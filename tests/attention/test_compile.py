@@ -14,7 +14,7 @@ from torch import Tensor
 from dcpmla import MLAAttention, MLAConfig, Placement, init_mesh
 from dcpmla.attention.mla.latent_spec import query_factor
 from dcpmla.attention.select.step import with_selection
-from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.formats import is_quantized, to_cache_rows
 from dcpmla.cache.latent import LayerCache, num_blocks

@@ -15,7 +15,7 @@ from dcpmla.attention.layers.compressed.cache import CompressedCache, plan_compr
 from dcpmla.attention.layers.compressed.fork import fork
 from dcpmla.attention.layers.compressed.layer import CompressedAttention
 from dcpmla.attention.layers.compressed.step import compressed_traits, with_angles
-from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.families.table import attention_of

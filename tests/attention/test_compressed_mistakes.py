@@ -10,7 +10,7 @@ from dcpmla import Placement, StepMetadata
 from dcpmla.attention.layers.compressed.config import WINDOW_ONLY, LayerKind
 from dcpmla.attention.layers.compressed.layer import CompressedAttention
 from dcpmla.attention.layers.compressed.step import compressed_traits
-from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.integrations.families.table import attention_of
 from tests.attention.test_compressed_layer import HIDDEN, Layers, layout, tiny

@@ -22,8 +22,8 @@ from dcpmla.attention.layers.linear.delta import delta_attention, log_decay
 from dcpmla.attention.layers.linear.spec import DeltaSpec
 from dcpmla.attention.layers.linear.step import DeltaMetadata, delta_metadata
 from dcpmla.attention.step import long_pieces
-from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.long_pieces import LONG_PIECE, TOKENS_PER_PIECE
+from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests, StepTable, StepTraits, TableSizes
 from dcpmla.config import DCPConfig
 from tests.attention.test_decode_compile import compile_for_hopper
@@ -162,8 +162,7 @@ def metadata_of(
     requests: StepRequests, num_reqs: int, num_tokens: int, takes_chunks: bool, device: torch.device | str = "cpu"
 ) -> DeltaMetadata:
     """Return what layers read of a step that is padded to sizes."""
-    num_pieces = long_pieces.num_pieces(num_reqs, num_tokens) if takes_chunks else 0
-    sizes = TableSizes(num_reqs, num_tokens, 0, num_pieces=num_pieces)
+    sizes = TableSizes(num_reqs, num_tokens, 0, has_pieces=takes_chunks)
     layout = StepBuilder(DCPConfig(), 0, "cpu", StepTraits(num_states=NUM_STATES, has_slots=False)).layout
     step = lay_out_step(fill_table(requests, sizes), sizes, layout)
     return delta_metadata(replace(step, table=StepTable(*(column.to(device) for column in step.table))))

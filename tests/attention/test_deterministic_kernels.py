@@ -13,8 +13,8 @@ from dcpmla.attention.backends.calls import DecodeCall, Segments
 from dcpmla.attention.backends.choice import DECODE_BACKENDS
 from dcpmla.attention.mla.decode import run_call
 from dcpmla.attention.mla.ordered import OrderedResults
-from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.chunks import PrefillMetadata, lay_out_prefills
+from dcpmla.attention.step.metadata import StepBuilder
 from tests.support.ordered import (
     Batch,
     Sizes,

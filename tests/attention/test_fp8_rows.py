@@ -10,7 +10,8 @@ from torch import Tensor
 from dcpmla import MLAAttention
 from dcpmla.attention.output import ops as output_ops
 from dcpmla.attention.output.formats import OutputQuant
-from dcpmla.parallel.fp8 import NormedRows, QuantizedRows, quantize_rows
+from dcpmla.parallel.fp8 import quantize_rows
+from dcpmla.parallel.quantized import NormedRows, QuantizedRows
 from tests.attention.test_compile import DECODES, MIXED, PREFILL, run_layer
 from tests.attention.test_output_formats import codes
 from tests.parallel.test_fp8_linear import quantized

@@ -14,7 +14,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from dcpmla import DCPConfig, DCPMesh, LatentCache, MLAAttention, MLAConfig, Placement, init_mesh
 from dcpmla.attention.mla import layer as layer_module
 from dcpmla.attention.step import metadata as metadata_module
-from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.latent import num_blocks
 from dcpmla.comm.select import select_exchange

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dcpmla import MLAAttention, Placement, init_mesh
-from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.latent import LayerCache
 from dcpmla.comm.select import select_exchange

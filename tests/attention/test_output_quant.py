@@ -19,7 +19,7 @@ from dcpmla.attention.output.rows import OutputRows
 from dcpmla.attention.projection_calls import ValueProjection
 from dcpmla.attention.projections import project_values
 from dcpmla.cache.formats import FP8
-from dcpmla.parallel.fp8 import QuantizedRows
+from dcpmla.parallel.quantized import QuantizedRows
 from tests.attention.test_output_formats import KINDS, TIES, codes, randn, unswizzle
 from tests.support.hopper import compile_source
 from tests.support.shared_memory import run_interpreted

@@ -15,7 +15,7 @@ from dcpmla.attention.select import compressor
 from dcpmla.attention.select.entries import EntryLayout, Pooling, PoolUpdate, pool_updates
 from dcpmla.attention.select.slots import SlotLayout
 from dcpmla.attention.select.step import SelectedTokens
-from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests, StepTraits, TableSizes
 from dcpmla.config import DCPConfig
 from dcpmla.indexer_config import IndexerConfig

@@ -10,7 +10,7 @@ from torch import Tensor
 from dcpmla.attention.backends import flashinfer, reference
 from dcpmla.attention.backends.calls import PrefillCall
 from dcpmla.attention.backends.choice import PREFILL_BACKENDS, find_backend
-from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from tests.attention.test_prefill_kernel import (
     CASES,

@@ -19,7 +19,7 @@ from torch import Tensor
 from dcpmla import DCPConfig, LatentCache, MLAAttention, MLAConfig, Placement, init_mesh
 from dcpmla.attention.mla import layer as layer_module
 from dcpmla.attention.mla.fp8_scales import KV_SCALE_NAMES, calculate_scale_, missing_scales, read_scale
-from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.formats import to_fp8, to_latents
 from dcpmla.cache.latent import LayerCache, num_blocks

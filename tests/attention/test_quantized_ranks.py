@@ -8,8 +8,8 @@ from torch import Tensor
 
 from dcpmla import StepMetadata, dcp_mla_prefill, merge_partials
 from dcpmla.attention.mla.prefill import read_cache_rows
-from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.chunks import PrefillMetadata
+from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.formats import FP8, row_width, storage_dtype, to_cache_rows, to_fp8, to_latents
 from dcpmla.cache.latent import num_blocks

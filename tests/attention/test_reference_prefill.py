@@ -17,7 +17,7 @@ from dcpmla import DCPConfig, dcp_mla_prefill
 from dcpmla.attention.backends import reference
 from dcpmla.attention.backends.calls import PrefillCall, Segments
 from dcpmla.attention.backends.choice import PREFILL_BACKENDS, select_backend
-from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.comm.exchange import LocalExchange
 from tests.attention.test_reference import SCALE, L, P, R, V, attend_heads, check_close

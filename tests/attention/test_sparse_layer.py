@@ -16,7 +16,7 @@ from dcpmla.attention.select import scores as scores_module
 from dcpmla.attention.select import selector as selector_module
 from dcpmla.attention.select.step import SelectedTokens, SparseMetadata, with_selection
 from dcpmla.attention.step import metadata as metadata_module
-from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.latent import LayerCache, num_blocks
 from dcpmla.comm.select import select_exchange

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dcpmla import DCPConfig, dcp_mla_prefill
-from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.comm.exchange import LocalExchange
 from tests.attention.test_reference import SCALE, L, P, R, V

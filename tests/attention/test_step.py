@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla import DCPConfig, StepMetadata
-from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.chunks import lay_out_prefills, max_chunk_tokens
+from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import pad_table
 from tests.support.step_batches import Batch, batches, check_chunks, make_batch
 from tests.test_ownership import deal

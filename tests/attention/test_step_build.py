@@ -13,9 +13,8 @@ from dcpmla import DCPConfig
 from dcpmla.attention.backends.calls import Segments
 from dcpmla.attention.layers.linear.step import DeltaMetadata, delta_metadata
 from dcpmla.attention.select.step import SparseMetadata, with_selection
-from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.chunks import max_chunk_tokens
-from dcpmla.attention.step.metadata import DecodeMetadata
+from dcpmla.attention.step.metadata import DecodeMetadata, StepBuilder
 from dcpmla.attention.step.table import StepRequests, StepTraits
 from dcpmla.cache.latent import LatentPlan, LayerMemory
 from dcpmla.runtime.graph_inputs import GraphInputs

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 
 from dcpmla import DCPConfig
-from dcpmla.attention.step.build import StepBuilder, lay_out
+from dcpmla.attention.step.metadata import StepBuilder, lay_out
 from dcpmla.attention.step.table import StepLayout, StepRequests, StepTable, StepTokens, StepTraits, TableSizes
 from dcpmla.cache.latent import LatentPlan, LayerMemory
 from dcpmla.runtime.graph_inputs import GraphInputs
@@ -74,7 +74,7 @@ def test_segments_cover_the_room(case: TableCase) -> None:
         return
     starts, index = table.segment_start.tolist(), table.segment_request.tolist()
     assert starts[0] == 0
-    assert starts[-1] == (case.room or len(decodes))
+    assert starts[-1] == (case.sizes.room or len(decodes))
     rows: list[int] = []
     is_last = False
     for request, (begin, end) in zip(index, itertools.pairwise(starts), strict=True):
@@ -101,8 +101,10 @@ def test_prefills_follow_decodes(case: TableCase) -> None:
         assert starts == wanted + wanted[-1:] * (len(starts) - len(wanted))
     assert first[: len(new)] == [end - num for num, end in zip(new, seq_lens[num_decodes:], strict=True)]
     num_attending = int(table.num_attending)
-    assert num_attending == (case.num_absorbed if case.room and not case.sizes.query_len else case.sizes.num_tokens)
-    if new and case.room:  # a graph finds the rows of prefills among all tokens by both numbers
+    assert num_attending == (
+        case.num_absorbed if case.sizes.room and not case.sizes.query_len else case.sizes.num_tokens
+    )
+    if new and case.sizes.room:  # a graph finds the rows of prefills among all tokens by both numbers
         assert num_attending + starts[-1] == sum(query_lens)
 
 

@@ -15,7 +15,7 @@ from dcpmla.attention.layers.windowed.select import select_window
 from dcpmla.attention.layers.windowed.step import WindowMetadata, of_window, with_windows
 from dcpmla.attention.select.slots import SlotLayout
 from dcpmla.attention.select.step import SelectedTokens, SparseMetadata, with_selection
-from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.operators import import_kernel
 from dcpmla.ownership import Owner

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from dcpmla.attention.mla.decode import dcp_mla_decode, decode_call
 from dcpmla.attention.step import metadata as step_module
-from dcpmla.attention.step.build import StepBuilder
-from dcpmla.attention.step.metadata import DecodeMetadata
+from dcpmla.attention.step.metadata import DecodeMetadata, StepBuilder
 from dcpmla.comm.exchange import LocalExchange
 from dcpmla.integrations.absorbed import DecodeLayout, TokenRange
 from dcpmla.integrations.vllm.sparse.layout import SelectionLayout

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import pytest
 import torch
 
-from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.cache.latent import LatentCache, LatentPlan, LayerMemory
 from dcpmla.cache.plan import Cache
 from dcpmla.config import DCPConfig

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from dcpmla import DCPConfig, ExternalAttention, MLAAttention, MLAModules, Placement, init_mesh
 from dcpmla.attention.select.step import SparseMetadata, with_selection
-from dcpmla.attention.step.build import StepBuilder
-from dcpmla.attention.step.metadata import StepMetadata
+from dcpmla.attention.step.metadata import StepBuilder, StepMetadata
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.latent import LayerCache
 from dcpmla.integrations.external.indexer import IndexerModules, rotated_first

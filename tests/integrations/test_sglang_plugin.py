@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dcpmla import DCPConfig
-from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.integrations import sglang
 from dcpmla.integrations.sglang.metadata import MetadataBuilder, is_prefill

@@ -6,9 +6,8 @@ from torch import Tensor
 
 from dcpmla.attention.mla.decode import dcp_mla_decode, decode_call
 from dcpmla.attention.mla.prefill import dcp_mla_prefill
-from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.chunks import PrefillMetadata
-from dcpmla.attention.step.metadata import DecodeMetadata
+from dcpmla.attention.step.metadata import DecodeMetadata, StepBuilder
 from dcpmla.cache.formats import FP8
 from dcpmla.comm.exchange import LocalExchange
 from dcpmla.config import DCPConfig

@@ -7,9 +7,8 @@ from torch import Tensor, nn
 
 from dcpmla.comm.reduce import CollectiveReduce
 from dcpmla.model.block import Decoder, DecoderBlock, VocabHead
-from dcpmla.parallel.fp8 import NormedRows, PlainRows, plain
 from dcpmla.parallel.linear import Linear
-from dcpmla.parallel.quantized import quantize_groups
+from dcpmla.parallel.quantized import NormedRows, PlainRows, plain, quantize_groups
 from tests.support.ranks import run_ranks
 
 

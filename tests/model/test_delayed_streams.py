@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dcpmla.model.mixing import Constants, Projection, Streams
 from dcpmla.model.streams import Connection, DelayedCollapse, finish
-from dcpmla.parallel.fp8 import plain
+from dcpmla.parallel.quantized import plain
 from tests.support.deepseek_v41 import DeepseekV41
 
 CONFIG: dict[str, Any] = {

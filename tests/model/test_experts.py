@@ -16,8 +16,17 @@ from dcpmla.cache.formats import FP8
 from dcpmla.model.calls import RoutedRows
 from dcpmla.model.experts import ExpertWeights, compute_experts
 from dcpmla.model.glu import SWIGLU, Glu
-from dcpmla.parallel.fp8 import NormedRows, QuantizedRows, quantize_rows
-from dcpmla.parallel.quantized import AnyWeight, BlockFp8, GroupFp4, GroupInt4, dequantize, unpack
+from dcpmla.parallel.fp8 import quantize_rows
+from dcpmla.parallel.quantized import (
+    AnyWeight,
+    BlockFp8,
+    GroupFp4,
+    GroupInt4,
+    NormedRows,
+    QuantizedRows,
+    dequantize,
+    unpack,
+)
 from tests.support.glu import GLUS, glu_of
 from tests.support.shared_memory import run_interpreted
 

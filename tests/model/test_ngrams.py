@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla.attention.step.build import StepBuilder
-from dcpmla.attention.step.metadata import StepMetadata
+from dcpmla.attention.step.metadata import StepBuilder, StepMetadata
 from dcpmla.attention.step.table import StepRequests, StepTable, StepTraits, TableSizes
 from dcpmla.config import DCPConfig
 from dcpmla.model.buckets import Buckets

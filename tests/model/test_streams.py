@@ -12,8 +12,7 @@ from torch import Tensor
 
 from dcpmla.model.mixing import Constants, Mixing, Projection, Streams
 from dcpmla.model.streams import Connection, DelayedCollapse, enter, finish, mix
-from dcpmla.parallel.fp8 import AnyRows, NormedRows, plain
-from dcpmla.parallel.quantized import quantize_groups
+from dcpmla.parallel.quantized import AnyRows, NormedRows, plain, quantize_groups
 from tests.attention.test_decode_compile import compile_for_hopper
 from tests.support.shared_memory import run_interpreted
 

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from dcpmla.attention.layers.compressed.weights import GroupedLinear
 from dcpmla.attention.output import formats
-from dcpmla.parallel.fp8 import QuantizedRows, dequantize_blocks, fp8_linear
+from dcpmla.parallel.fp8 import dequantize_blocks, fp8_linear
 from dcpmla.parallel.linear import Linear, RowParallelLinear, shard
-from dcpmla.parallel.quantized import BlockFp8, Fp8Product, GroupFp4, dequantize
+from dcpmla.parallel.quantized import BlockFp8, Fp8Product, GroupFp4, QuantizedRows, dequantize
 from tests.support.hopper import compile_source
 from tests.support.ranks import run_ranks
 from tests.support.shared_memory import run_interpreted

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dcpmla import init_mesh
-from dcpmla.parallel.fp8 import NormedRows, QuantizedRows
+from dcpmla.parallel.quantized import NormedRows, QuantizedRows
 from dcpmla.runtime.capture import CannotCapture, GraphSet, borrow
 from tests.support.hash_model import MESH
 from tests.support.ranks import run_ranks

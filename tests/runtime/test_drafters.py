@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.cache.latent import LatentCache, LatentPlan, LayerMemory
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.engine import Engine

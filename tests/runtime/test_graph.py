@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dcpmla.attention.step.build import StepBuilder
-from dcpmla.attention.step.metadata import StepMetadata
+from dcpmla.attention.step.metadata import StepBuilder, StepMetadata
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.latent import LatentCache, LatentPlan, LayerMemory
 from dcpmla.config import DCPConfig
@@ -215,7 +214,7 @@ def test_static_memory_takes_no_history_of_gradients() -> None:
 def test_the_decode_workspace_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the engine for all its steps, and by the graph for its own."""
     made: list[Tensor] = []
-    for module in ("attention.step.build", "runtime.runner", "runtime.graph_inputs"):
+    for module in ("attention.step.metadata", "runtime.runner", "runtime.graph_inputs"):
         monkeypatch.setattr(f"dcpmla.{module}.decode_workspace", lambda _: made.append(torch.zeros(1)) or made[-1])
     model, used = HashModel(), []
     hidden = model.hidden

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla.attention.costs import RouteCosts
-from dcpmla.attention.step.build import StepBuilder
-from dcpmla.attention.step.metadata import DecodeMetadata, part_tokens
+from dcpmla.attention.step.metadata import DecodeMetadata, StepBuilder, part_tokens
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.graph import StepGraph

@@ -4,7 +4,7 @@ from dcpmla.attention.layers.compressed.cache import CompressedPlan
 from dcpmla.attention.layers.compressed.config import CompressedConfig, LayerKind
 from dcpmla.attention.layers.compressed.step import CompressedMetadata, compressed_traits
 from dcpmla.attention.select.entries import PoolUpdate
-from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.indexer_config import IndexerConfig
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from dcpmla.attention.mla.layer import MLAAttention
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.select.step import with_selection
-from dcpmla.attention.step.build import StepBuilder
-from dcpmla.attention.step.metadata import StepMetadata
+from dcpmla.attention.step.metadata import StepBuilder, StepMetadata
 from dcpmla.attention.step.table import StepRequests, StepTraits
 from dcpmla.cache.formats import is_quantized, to_cache_rows
 from dcpmla.cache.latent import LatentCache, num_blocks

@@ -16,9 +16,8 @@ from torch import Tensor
 
 import dcpmla.runtime.agreement as agreement_module
 import dcpmla.runtime.engine as engine_module
-from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.chunks import ContextChunk
-from dcpmla.attention.step.metadata import StepMetadata
+from dcpmla.attention.step.metadata import StepBuilder, StepMetadata
 from dcpmla.cache.host import HostMemory
 from dcpmla.cache.latent import LatentCache, LatentPlan, LayerMemory
 from dcpmla.cache.tier import HostTier, Tier

@@ -12,8 +12,7 @@ from dcpmla.attention.backends.calls import DecodeCall, split_queries
 from dcpmla.attention.mla.decode import run_call
 from dcpmla.attention.mla.ordered import round_latents
 from dcpmla.attention.mla.prefill import dcp_mla_prefill, read_cache_rows
-from dcpmla.attention.step.build import StepBuilder
-from dcpmla.attention.step.metadata import DecodeMetadata, StepMetadata
+from dcpmla.attention.step.metadata import DecodeMetadata, StepBuilder, StepMetadata
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.formats import row_width, storage_dtype, write_latents
 from dcpmla.cache.latent import num_blocks

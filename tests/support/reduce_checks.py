@@ -10,8 +10,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNo
 
 from dcpmla.comm.direct_reduce import DirectReduce
 from dcpmla.comm.reduce import Reduce
-from dcpmla.parallel.fp8 import NormedRows
-from dcpmla.parallel.quantized import quantize_groups
+from dcpmla.parallel.quantized import NormedRows, quantize_groups
 from tests.support.direct_checks import BITS
 
 EPS = 0.1  # that a norm without it is far off

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dcpmla import DCPConfig, StepMetadata, dcp_mla_prefill
 from dcpmla.attention.mla.prefill import read_cache_rows
-from dcpmla.attention.step.build import StepBuilder
+from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.formats import write_latents
 from dcpmla.cache.latent import num_blocks

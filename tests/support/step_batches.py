@@ -8,8 +8,8 @@ import torch
 from hypothesis import strategies as st
 
 from dcpmla import DCPConfig, StepMetadata
-from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.chunks import ContextChunk, PrefillMetadata
+from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from tests.support.layouts import dcp_config
 from tests.test_ownership import deal_slots

@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from dcpmla.attention.step.build import lay_out
-from dcpmla.attention.step.metadata import StepMetadata
+from dcpmla.attention.step.metadata import StepMetadata, lay_out
 from dcpmla.attention.step.table import StepLayout, StepRequests, StepTable, StepTokens, StepTraits, TableSizes
 from dcpmla.runtime.graph_sizes import GraphLimits
 from tests.support.layouts import dcp_config
@@ -21,20 +20,19 @@ class TableCase:
     """A step, and the sizes that its tables are padded to.
 
     Attributes:
-        requests, sizes, room: Arguments of `StepTable.fill`.
+        requests, sizes: Arguments of `StepTable.fill`.
         rejected: Positions that each request is moved back by.
         layout: Layout of the cache of one rank.
     """
 
     requests: StepRequests
     sizes: TableSizes
-    room: int
     rejected: list[int]
     layout: StepLayout
 
     def fill(self) -> StepTable:
         """Return the table, its bounds of requests not written yet."""
-        table = fill_table(self.requests, self.sizes, self.room)
+        table = fill_table(self.requests, self.sizes)
         table.begin.fill_(-9)
         table.end.fill_(-9)
         table.num_rejected[: len(self.rejected)] = torch.tensor(self.rejected)
@@ -71,7 +69,7 @@ class TableCase:
             deal_slots(end, list(blocks), block_tokens // owner.size, owner.size, owner.interleave)
             for (_, end), blocks in zip(self.bounds, self.requests.block_tables, strict=True)
         ]
-        attending = self.num_absorbed if self.room and not query_len else self.sizes.num_tokens
+        attending = self.num_absorbed if self.sizes.room and not query_len else self.sizes.num_tokens
         columns: list[list[int]] = [[], [], [], [], []]
         for index, row in enumerate(self.rows):
             # In a step of decodes the requests of padding have rows, too.
@@ -88,13 +86,13 @@ class TableCase:
         return columns
 
 
-def fill_table(requests: StepRequests, sizes: TableSizes, room: int = 0) -> StepTable:
+def fill_table(requests: StepRequests, sizes: TableSizes) -> StepTable:
     """Return the numbers of a step's requests (`StepTable.fill`), with their block ids and zeros after them."""
     words = np.zeros(sizes.num_words, dtype=np.int32)
     blocks = np.zeros((sizes.num_reqs, max([1, *map(len, requests.block_tables)])), dtype=np.int32)
     for row, ids in zip(blocks, requests.block_tables, strict=False):
         row[: len(ids)] = ids
-    StepTable.of(words, sizes, blocks).fill(requests, sizes, room)
+    StepTable.of(words, sizes, blocks).fill(requests, sizes)
     return StepTable.of(torch.from_numpy(words), sizes, torch.from_numpy(blocks))
 
 
@@ -135,16 +133,16 @@ def table_cases(draw: st.DrawFn) -> TableCase:
     num_reqs = len(lens) + draw(st.sampled_from([0, 1, 3]))
     if has_width:
         query_len = max(lens) + (draw(st.integers(0, 2)) if form == "decodes" else 0)
-        sizes = TableSizes(num_reqs, num_reqs * query_len, 0, query_len)
-        return TableCase(requests, sizes, sizes.num_tokens, back, layout)
+        sizes = TableSizes(num_reqs, num_reqs * query_len, 0, query_len, room=num_reqs * query_len)
+        return TableCase(requests, sizes, back, layout)
     num_absorbed, num_tokens = sum(lens[:num_decodes]), sum(lens)
     if form == "eager":
         num_segments = sum(-(-length // segment_len) for length in lens[:num_decodes])
         sizes = TableSizes(len(lens), num_tokens, num_segments)
-        return TableCase(requests, sizes, 0, back, layout)
+        return TableCase(requests, sizes, back, layout)
     num_tokens += draw(st.integers(0, 140))
     num_reqs += draw(st.sampled_from([0, 200]))  # a step may have more requests than tokens
     room = draw(st.integers(num_absorbed, num_tokens))
     limits = GraphLimits(num_reqs, 10**6, segment_len, num_absorbed_tokens=room)
-    sizes = TableSizes(num_reqs, num_tokens, limits.num_segments if room else 0)
-    return TableCase(requests, sizes, room, back, layout)
+    sizes = TableSizes(num_reqs, num_tokens, limits.num_segments if room else 0, room=room)
+    return TableCase(requests, sizes, back, layout)

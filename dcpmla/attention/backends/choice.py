@@ -111,13 +111,7 @@ def _decode_kernel(folder: str) -> Run:
 
 # Best first. Triton exists on Linux only, so kernels are imported when they run.
 DECODE_BACKENDS: list[Backend[DecodeCall]] = [
-    Backend(
-        "hopper",
-        obstacles.hopper_decode,
-        _decode_kernel("hopper"),
-        sends_rows=True,
-        needs_gpu=True,
-    ),
+    Backend("hopper", obstacles.hopper_decode, _decode_kernel("hopper"), sends_rows=True, needs_gpu=True),
     Backend("triton", obstacles.triton_decode, _decode_kernel("triton"), needs_gpu=True),
     Backend("torch", _device_obstacle, reference.mla_decode),
 ]

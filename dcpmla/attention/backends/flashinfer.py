@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpmla.attention.backends.calls import PrefillCall, Segments, join_keys
+from dcpmla.attention.backends.calls import PrefillCall, join_keys
 
 HEAD_DIMS = ((192, 128), (128, 128))  # key and value widths that its kernels support
 _WORKSPACE_BYTES = 128 << 20  # size that FlashInfer recommends
@@ -16,16 +16,13 @@ _WORKSPACE_BYTES = 128 << 20  # size that FlashInfer recommends
 
 def run_prefill(call: PrefillCall) -> tuple[Tensor, Tensor]:
     """Compute a `PrefillCall` without a mask."""
-    q, v = call.q, call.v
+    q, v, queries, keys = call.q, call.v, call.queries, call.keys
     sizes = q.shape[1], q.shape[2], v.shape[2], call.scale, call.causal, q.dtype, q.device
-    plan = _plan_prefill(call.queries.start, call.keys.start, *sizes)
-    out, lse = plan.run(q, join_keys(call.k_nope, call.k_pe), v, return_lse=True)
-    return _clear_empty(out, lse.mul_(math.log(2)), call.queries, call.keys)  # its LSE is in base 2
-
-
-def _clear_empty(out: Tensor, lse: Tensor, queries: Segments, keys: Segments) -> tuple[Tensor, Tensor]:
-    """Set (0, -inf), in place, for requests without keys, because the library leaves other values."""
-    if 0 in keys.lens:
+    out, lse = _plan_prefill(queries.start, keys.start, *sizes).run(
+        q, join_keys(call.k_nope, call.k_pe), v, return_lse=True
+    )
+    lse.mul_(math.log(2))  # its LSE is in base 2
+    if 0 in keys.lens:  # for requests without keys the library leaves other values than (0, -inf)
         query_lens, is_empty = queries.start_loc.diff(), keys.start_loc.diff() == 0
         row_is_empty = is_empty.repeat_interleave(query_lens, output_size=len(out))  # the size spares a host sync
         out.masked_fill_(row_is_empty[:, None, None], 0.0)

@@ -42,11 +42,6 @@ def hopper_decode(call: DecodeCall) -> str:
     return ""
 
 
-def _shared_memory(q: Tensor) -> int:
-    properties: Any = torch.cuda.get_device_properties(q.device)
-    return int(properties.shared_memory_per_block_optin)
-
-
 def _are_aligned(rows: Tensor, *strides: int) -> bool:
     """Return whether all rows with these strides begin at multiples of 16 bytes, in ascending order."""
     size = rows.element_size()
@@ -71,8 +66,10 @@ def triton_decode(call: DecodeCall) -> str:
     widths = call.kv_lora_rank, call.rope_dim
     if not all(16 <= width <= 1024 and width & (width - 1) == 0 for width in widths if width):
         return f"latents have {widths[0]} + {widths[1]} columns, not powers of 2 from 16 to 1,024"
-    if max(widths) > 512 and _shared_memory(q) < _WIDE_BYTES:
-        return f"latents have {widths[0]} columns, and the GPU less than {_WIDE_BYTES:,} bytes of shared memory"
+    if max(widths) > 512:
+        properties: Any = torch.cuda.get_device_properties(q.device)
+        if properties.shared_memory_per_block_optin < _WIDE_BYTES:
+            return f"latents have {widths[0]} columns, and the GPU less than {_WIDE_BYTES:,} bytes of shared memory"
     if any(rows is not None and rows.stride(-1) != 1 for rows in (q, call.q_pe, kv_cache)):
         return "rows of queries or of the cache are not contiguous"
     if call.is_planar:

@@ -124,7 +124,10 @@ def _decode_tokens(call: DecodeCall, table: Tensor, tokens: slice) -> tuple[Tens
     for index in range(num_rounds):
         positions = index * round_keys + torch.arange(round_keys, device=q.device)
         valid = (positions < seq_lens[:, None]).unflatten(1, (num_classes, TILE))
-        kv = _read_keys(call, table, positions, dtype).unflatten(1, (num_classes, TILE))
+        # Keys after a token's last, and entries of the table after its last block, are undefined.
+        blocks = table[:, (positions // call.block_size).clamp(max=table.shape[1] - 1)].clamp(0, len(call.kv_cache) - 1)
+        stored = call.kv_cache[blocks.to(torch.int64), positions % call.block_size]
+        kv = formats.to_latents(stored, call.kv_lora_rank, call.kv_scale, dtype).unflatten(1, (num_classes, TILE))
         kv = kv.masked_fill(~valid[..., None], 0.0)[:, :, None]  # unwritten slots may hold NaN, and 0 x NaN is NaN
         scores = (halve(q * kv, -1) * call.scale).masked_fill(~valid[:, :, None], -torch.inf)
         sums = sums.add_tile(scores, kv[..., : call.kv_lora_rank])
@@ -133,14 +136,6 @@ def _decode_tokens(call: DecodeCall, table: Tensor, tokens: slice) -> tuple[Tens
             sums = new_sums(rows, call.kv_lora_rank, q)
     out, lse = merged
     return merge_tree(out.transpose(0, 1), lse.transpose(0, 1))
-
-
-def _read_keys(call: DecodeCall, table: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the keys of each token at the same positions [T, N, L + R]; those after its last are undefined."""
-    block = (positions // call.block_size).clamp(max=table.shape[1] - 1)
-    blocks = table[:, block].clamp(0, len(call.kv_cache) - 1)  # entries after a request's last block are undefined
-    rows = call.kv_cache[blocks.to(torch.int64), positions % call.block_size]
-    return formats.to_latents(rows, call.kv_lora_rank, call.kv_scale, dtype)
 
 
 def prefill_in_order(call: OrderedPrefillCall, out: Tensor, lse: Tensor, sums: Sums) -> None:

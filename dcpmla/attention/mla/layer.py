@@ -24,8 +24,8 @@ from dcpmla.attention.step.metadata import DecodeMetadata, StepMetadata, begin_a
 from dcpmla.cache.formats import check_cache, is_quantized, row_width
 from dcpmla.cache.latent import LayerCache
 from dcpmla.config import MLAConfig
-from dcpmla.parallel.fp8 import PlainRows, QuantizedRows, plain
 from dcpmla.parallel.linear import Weight
+from dcpmla.parallel.quantized import PlainRows, QuantizedRows, plain
 
 # Smallest number of decode tokens in a call for which dcp_project_before_merge pays: exchanged rows are narrower, but
 # each rank reads W_UV of all the group's heads. Measured with `direct` on 4 H200s: slower at 32 tokens, faster at 128.

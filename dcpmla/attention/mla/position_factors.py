@@ -11,8 +11,8 @@ from dcpmla.attention.mla.weights import Tokens, rows_or_none
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.config import MLAConfig
-from dcpmla.parallel.fp8 import PlainRows, unquantized
-from dcpmla.parallel.linear import Linear, Weight
+from dcpmla.parallel.linear import Linear, Weight, unquantized
+from dcpmla.parallel.quantized import PlainRows
 
 
 @dataclass(frozen=True)

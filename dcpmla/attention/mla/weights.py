@@ -15,10 +15,9 @@ from dcpmla.attention.projection_calls import LatentWrite, QueryAbsorption
 from dcpmla.attention.projections import absorb_query, norm_rope_cache, project_latents, rotate_query_
 from dcpmla.attention.select.step import SelectedTokens
 from dcpmla.config import MLAConfig
-from dcpmla.parallel.fp8 import NormedRows, PlainRows, unquantized
-from dcpmla.parallel.linear import Linear, RowParallelLinear, Weight, fill, read_linear, read_weight, shard
+from dcpmla.parallel.linear import Linear, RowParallelLinear, Weight, fill, read_linear, read_weight, shard, unquantized
 from dcpmla.parallel.mesh import DCPMesh
-from dcpmla.parallel.quantized import BLOCK, BlockFp8, unpack
+from dcpmla.parallel.quantized import BLOCK, BlockFp8, NormedRows, PlainRows, unpack
 
 
 class Tokens(NamedTuple):

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from dcpmla.operators import operator
-from dcpmla.parallel.fp8 import QuantizedRows, empty_rows, rows_or_codes
+from dcpmla.parallel.fp8 import rows_or_codes
+from dcpmla.parallel.quantized import QuantizedRows, empty_rows
 
 
 def apply_gates(out: Tensor, logits: Tensor, quantizes: bool = False) -> Tensor | QuantizedRows:

@@ -13,9 +13,8 @@ from dcpmla.attention.output.ops import project_rows_, write_rows_
 from dcpmla.attention.output.sinks import apply_sinks
 from dcpmla.attention.projection_calls import ValueProjection
 from dcpmla.attention.projections import project_values
-from dcpmla.parallel.fp8 import QuantizedRows
 from dcpmla.parallel.linear import Linear
-from dcpmla.parallel.quantized import BLOCK, BlockFp8, unpack
+from dcpmla.parallel.quantized import BLOCK, BlockFp8, QuantizedRows, unpack
 
 
 def quant_for(linear: Linear, head_dim: int) -> OutputQuant | None:

@@ -17,8 +17,8 @@ from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.latent import LayerCache
 from dcpmla.config import MLAConfig
 from dcpmla.indexer_config import IndexerConfig
-from dcpmla.parallel.fp8 import PlainRows, plain
 from dcpmla.parallel.linear import Linear, Weight, fill, read_linear, read_weight
+from dcpmla.parallel.quantized import PlainRows, plain
 from dcpmla.parallel.reformat import reorder_rows
 
 

@@ -87,7 +87,10 @@ def _chunk(layout: StepLayout, rows_per_block: int, begin: np.ndarray, end: np.n
     start, padded_start = starts_of(lens), starts_of(padded_lens)
     # Offsets of each request: position = token in the chunk + first offset; local index = row + second offset.
     offsets = begin - start[:-1], begin // size - padded_start[:-1]
-    numbers, first_position = upload([np.stack([lens, padded_lens, end, *offsets]), begin.astype(np.int32)], device)
+    per_request = np.stack([lens, padded_lens, end, *offsets])
+    numbers, first_position, start_loc = upload(
+        [per_request, begin.astype(np.int32), np.array(start, np.int32)], device
+    )
     # The same numbers on the device, [num_reqs] each.
     range_tokens, range_rows, range_end, token_offset, row_offset = numbers
 
@@ -103,7 +106,7 @@ def _chunk(layout: StepLayout, rows_per_block: int, begin: np.ndarray, end: np.n
     # A padding row reads a slot of the block of its request's last token in the chunk; `order` never points to it.
     block = table[request, index // rows_per_block].to(torch.int64)
     slots = block * rows_per_block + index % rows_per_block
-    return ContextChunk(slots, order, tokens, segments_of(lens, device), first_position)
+    return ContextChunk(slots, order, tokens, Segments(start, start_loc), first_position)
 
 
 def lay_out_prefills(
@@ -184,9 +187,3 @@ def _share(needs: np.ndarray, room: int) -> np.ndarray:
         shares += added
         room -= int(added.sum())
     return shares
-
-
-def segments_of(lens: Sequence[int] | np.ndarray, device: torch.device | str) -> Segments:
-    """Return consecutive segments of the given lengths."""
-    start = starts_of(lens)
-    return Segments(start, upload([np.asarray(start, dtype=np.int32)], device)[0])

@@ -4,6 +4,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dcpmla.upload import aligned_slices
+
 CHUNK = 64  # tokens of a chunk
 # Tokens from which a request attends in chunks. On an H200, 32 heads take 80 us a layer for up to 128 tokens in chunks,
 # and 3.6 us a token in the recurrence.
@@ -11,6 +13,7 @@ LONG_PIECE = 32
 # Most requests that attend in chunks, and tokens of a step for each. Kernels read and write 4 MB of memory for each one
 # that may (32 heads), so in steps of many short prompts the shortest go through the recurrence.
 MAX_PIECES, TOKENS_PER_PIECE = 32, 64
+_PADDING = -1, None, 0, 0, -1, -1, None  # of each column; None repeats its last number
 
 
 class PieceSizes(NamedTuple):
@@ -18,17 +21,24 @@ class PieceSizes(NamedTuple):
 
     Attributes:
         num_reqs, num_tokens: Number of requests and of tokens of the step, padding among them.
-        num_pieces: Number of requests that may attend in chunks, padding among them.
     """
 
     num_reqs: int
     num_tokens: int
-    num_pieces: int
 
     @property
-    def num_words(self) -> int:
-        """Return the words of all numbers."""
-        return sum(-(-length // 4) * 4 for length, _ in self._columns)
+    def num_pieces(self) -> int:
+        """Return how many requests may attend in chunks, padding among them."""
+        most = min(self.num_reqs, MAX_PIECES, max(1, self.num_tokens // TOKENS_PER_PIECE))
+        return most if self.num_tokens >= LONG_PIECE else 0
+
+    @property
+    def columns(self) -> list[slice]:
+        """Return the words of each column, all of them empty where no request may attend in chunks."""
+        num = self.num_pieces
+        num_chunks = self.num_tokens // CHUNK + num  # each piece has at most one chunk that is not full
+        lengths = self.num_reqs, num + 1, num, num, num, 2 * num_chunks, num + 1
+        return aligned_slices(lengths if num else (0,) * 7, 4)
 
     def fill(self, words: np.ndarray, lens: np.ndarray, first: np.ndarray, states: np.ndarray, starts: Any) -> None:
         """Write the numbers of a step.
@@ -53,7 +63,7 @@ class PieceSizes(NamedTuple):
             np.stack([piece, chunk], 1).ravel(),
             np.cumsum([0, *num_chunks]),
         )
-        for target, column, (_, padding) in zip(self.split(words), columns, self._columns, strict=True):
+        for target, column, padding in zip(self.split(words), columns, _PADDING, strict=True):
             target[: len(column)] = column
             target[len(column) :] = column[-1] if padding is None else padding
 
@@ -61,23 +71,4 @@ class PieceSizes(NamedTuple):
         """Return the columns of the numbers: the states of requests in the recurrence, -1 for long pieces, then the
         columns of `linear.calls.DeltaPieces`.
         """
-        columns, begin = [], 0
-        for length, _ in self._columns:
-            columns.append(words[begin : begin + length])
-            begin += -(-length // 4) * 4
-        return columns
-
-    @property
-    def _columns(self) -> list[tuple[int, int | None]]:
-        """Return the length of each column, and its padding: a number, or None for its last one."""
-        num = self.num_pieces
-        if not num:
-            return []
-        num_chunks = self.num_tokens // CHUNK + num  # each piece has at most one chunk that is not full
-        pieces = [(num + 1, None), (num, 0), (num, 0), (num, -1)]
-        return [(self.num_reqs, -1), *pieces, (2 * num_chunks, -1), (num + 1, None)]
-
-
-def num_pieces(num_reqs: int, num_tokens: int) -> int:
-    """Return how many requests of a step may attend in chunks."""
-    return min(num_reqs, MAX_PIECES, max(1, num_tokens // TOKENS_PER_PIECE)) if num_tokens >= LONG_PIECE else 0
+        return [words[column] for column in self.columns]

@@ -1,7 +1,9 @@
-"""Attention metadata of a step, one pass of a batch. It is built once from numbers on the host
-(`attention/step/build.py`), then passed to every layer as an argument.
+"""Attention metadata of a step, one pass of a batch (`StepMetadata`). `StepBuilder` builds it once, from numbers on the
+host to tensors on a device, for every model; then every layer gets it as an argument.
 
 A batch is flat: first tokens that attend with absorbed queries (decodes), then tokens that attend by MHA (prefills).
+Global lengths alone determine the collectives and their sizes, so all ranks of a DCP group build the same sequence of
+exchanges.
 """
 
 from bisect import bisect_right
@@ -9,12 +11,22 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from dcpmla.attention.backends.calls import Segments
-from dcpmla.attention.step.chunks import PrefillMetadata
-from dcpmla.attention.step.table import StepLayout, StepRequests, StepTable, StepTokens
+from dcpmla.attention.backends.calls import Segments, decode_workspace
+from dcpmla.attention.step.chunks import PrefillMetadata, lay_out_prefills
+from dcpmla.attention.step.table import (
+    StepLayout,
+    StepRequests,
+    StepTable,
+    StepTokens,
+    StepTraits,
+    TableSizes,
+    pad_table,
+    starts_of,
+)
 from dcpmla.config import DCPConfig, MLAConfig
 
 PART_ROWS = 1 << 16  # Maximum query rows of a part. With DeepSeek's widths they take 75 MB.
@@ -186,18 +198,9 @@ class StepMetadata:
         tokens = self.tokens.map(
             lambda column: column[index :: decode.max_query_len].clone(memory_format=torch.contiguous_format)
         )
-        num_reqs = len(tokens.positions)
-        return StepMetadata(
-            layout=self.layout,
-            table=self.table.nth_token(index),
-            tokens=tokens,
-            num_tokens=num_reqs,
-            num_decode_tokens=num_reqs,
-            num_decodes=num_reqs,
-            num_blocks=self.num_blocks,
-            max_seq_len=self.max_seq_len,
-            decode=DecodeMetadata(decode.block_table, tokens.local_seq_lens, None, 1, decode.workspace),
-        )
+        singles = DecodeMetadata(decode.block_table, tokens.local_seq_lens, None, 1, decode.workspace)
+        num, table = len(tokens.positions), self.table.nth_token(index)
+        return StepMetadata(self.layout, table, tokens, num, num, num, self.num_blocks, self.max_seq_len, singles)
 
     def check(self, config: MLAConfig, hidden_states: Tensor) -> None:
         """Raise ValueError for inputs that do not match the step, or a cos_sin or query_factor not as in the model."""
@@ -227,6 +230,10 @@ class StepMetadata:
             )
 
 
+def _described(tensor: Tensor | None) -> tuple[torch.dtype, tuple[int, ...], torch.device] | None:
+    return None if tensor is None else (tensor.dtype, tuple(tensor.shape), tensor.device)
+
+
 def begin_attention(loads: list[torch.cuda.Event] | None, starts: list[torch.cuda.Event] | None) -> None:
     """Wait for copies into a layer's cache, and record that its attention begins: the layers before it have written
     theirs (`cache.latent.LayerCache`).
@@ -237,5 +244,156 @@ def begin_attention(loads: list[torch.cuda.Event] | None, starts: list[torch.cud
         starts.pop().record()
 
 
-def _described(tensor: Tensor | None) -> tuple[torch.dtype, tuple[int, ...], torch.device] | None:
-    return None if tensor is None else (tensor.dtype, tuple(tensor.shape), tensor.device)
+class StepBuilder:
+    """Builder of one rank's steps.
+
+    Args:
+        dcp: Layout of the cache over the ranks.
+        dcp_rank: Rank in the DCP group.
+        device: Device of the steps' tensors.
+        traits: What steps depend on in the model's attention; dense MLA's without it.
+    Attributes:
+        layout: Where tokens are in the caches of this rank.
+    """
+
+    def __init__(
+        self,
+        dcp: DCPConfig,
+        dcp_rank: int,
+        device: torch.device | str = "cpu",
+        traits: StepTraits = StepTraits(),  # noqa: B008  a tuple does not change
+    ) -> None:
+        self.layout = StepLayout(dcp, dcp.owner(dcp_rank), torch.device(device), traits)
+
+    def build(
+        self,
+        requests: StepRequests,
+        max_decode_query_len: int = 1,
+        num_decodes: int | None = None,
+        workspace: Tensor | None = None,
+    ) -> StepMetadata:
+        """Lay out a step, without waiting for the device: one transfer, and one kernel.
+
+        What layers share, cos_sin and query_factor among it, is still missing: the model adds it
+        (`Stack.prepare`).
+
+        Args:
+            requests: Requests of the step, decodes first.
+            max_decode_query_len: Maximum tokens of a segment; decodes with more new tokens are cut into segments.
+            num_decodes: Number of decodes, pieces of prompts with absorbed queries (`attention/costs.py`) among them.
+                None counts the requests before the first one with more than max_decode_query_len new tokens.
+            workspace: Memory from `decode_workspace`, shared by consecutive steps on one stream; None allocates it.
+        Raises:
+            ValueError: Lengths do not match, a block table is too short, a block id is negative, num_decodes is
+                outside [0, num_reqs], a decode has more tokens than the layers take, or states are missing, out of
+                range or given twice.
+        """
+        requests.check(self.layout)
+        query_lens, segment_len = requests.query_lens, self.segment_len(max_decode_query_len)
+        if num_decodes is None:
+            longer = (index for index, length in enumerate(query_lens) if length > segment_len)
+            num_decodes = next(longer, len(query_lens))
+        elif not 0 <= num_decodes <= len(query_lens):
+            raise ValueError(f"num_decodes is {num_decodes}; it must be in [0, {len(query_lens)}], 0 to all requests")
+        is_limited = self.layout.traits.max_decode_len is not None
+        if is_limited and max(query_lens[:num_decodes], default=0) > segment_len:
+            raise ValueError(
+                f"num_decodes is {num_decodes}; of {list(query_lens)} new tokens decodes have at most {segment_len}"
+            )
+        requests = requests._replace(num_decodes=num_decodes, segment_len=segment_len)
+        blocks = pad_table(requests.block_tables, requests.seq_lens, self.layout.block_tokens)
+        return self.step(self.table(requests, blocks), requests, int(blocks.max()) + 1, workspace)
+
+    def table(self, requests: StepRequests, blocks: np.ndarray) -> StepTable:
+        """Return the numbers of requests with block ids [num_reqs, max_blocks] int32, on the device in one transfer."""
+        num_reqs, num_tokens, segments = len(requests.query_lens), sum(requests.query_lens), requests.segments()
+        num_segments, has_pieces = 0 if segments is None else len(segments[0]), self.layout.traits.takes_chunks
+        sizes = TableSizes(num_reqs, num_tokens, num_segments, has_pieces=has_pieces)
+        words = StepTable.stage(requests, sizes, blocks, self.layout.device).to(self.layout.device, non_blocking=True)
+        return StepTable.of(words, sizes, words[sizes.num_words :].view(blocks.shape))
+
+    def step(
+        self,
+        table: StepTable,
+        requests: StepRequests,
+        num_blocks: int,
+        workspace: Tensor | None,
+        tokens: StepTokens | None = None,
+    ) -> StepMetadata:
+        """Return the step of a table and its tokens, if they are laid out already, for a cache of num_blocks blocks."""
+        if tokens is None:
+            tokens = StepTokens.empty(sum(requests.query_lens), self.layout.device)
+            lay_out(table, tokens, self.layout)
+        query_lens, seq_lens, num_decodes = requests.query_lens, requests.seq_lens, requests.num_decodes
+        num_decode_tokens, decode, prefill = sum(query_lens[:num_decodes]), None, None
+        if num_decodes:
+            num_columns, segments = -(-max(seq_lens[:num_decodes]) // self.layout.block_tokens), requests.segments()
+            lens = np.asarray(query_lens[:1]) if segments is None else segments[0]
+            is_even, has_index = lens.min() == lens.max(), segments is not None and len(lens) > num_decodes
+            decode = DecodeMetadata(
+                block_table=table.block_table[:num_decodes, :num_columns],
+                local_seq_lens=tokens.local_seq_lens[:num_decode_tokens],
+                queries=None if is_even else Segments(starts_of(lens), table.segment_start),
+                max_query_len=int(lens.max()),
+                workspace=decode_workspace(self.layout.device) if workspace is None else workspace,
+                request_index=table.segment_request if has_index else None,
+            )
+        if self.layout.traits.has_slots and num_decodes < len(query_lens):
+            num_prefills, prefills = len(query_lens) - num_decodes, slice(num_decodes, None)
+            columns = table.prefill_start[: num_prefills + 1], table.prefill_position[:num_prefills]
+            numbers = query_lens[prefills], seq_lens[prefills], table.block_table[prefills]
+            prefill = lay_out_prefills(self.layout, *numbers, columns)
+        return StepMetadata(
+            layout=self.layout,
+            table=table,
+            tokens=tokens,
+            num_tokens=len(tokens.positions),
+            num_decode_tokens=num_decode_tokens,
+            num_decodes=num_decodes,
+            num_blocks=num_blocks,
+            max_seq_len=max(seq_lens),
+            decode=decode,
+            prefill=prefill,
+            requests=requests,
+        )
+
+    def segment_len(self, max_decode_query_len: int) -> int:
+        """Return the maximum tokens of a segment: the argument, or fewer where decodes must be shorter."""
+        limit = self.layout.traits.max_decode_len
+        return max_decode_query_len if limit is None else min(max_decode_query_len, limit)
+
+
+def lay_out(table: StepTable, tokens: StepTokens, layout: StepLayout) -> None:
+    """Write the columns of tokens, and table.begin and table.end. A request's tokens begin at its first position, less
+    its rejected drafts. A request with fewer tokens than rows repeats its last token.
+    """
+    if tokens.positions.is_cuda:
+        from dcpmla.attention.step import kernels  # triton exists on Linux only
+
+        per_rank, traits = layout.block_tokens // layout.owner.size, layout.traits
+        kernels.lay_out(table, tokens, layout.owner, per_rank, traits.has_slots)
+        return
+    numbers = StepTable(*(column.numpy() for column in table))  # NumPy takes a tenth of torch's time on a CPU
+    owner, num_rows, num_tokens = layout.owner, len(tokens.positions), numbers.num_tokens
+    first = (numbers.first_position - numbers.num_rejected) * (num_tokens > 0)
+    numbers.begin[:], numbers.end[:] = first, first + num_tokens
+    request = row = np.arange(num_rows)
+    if len(num_tokens) == num_rows and num_tokens.max() == 1 == num_tokens.min():
+        positions, is_written = first.astype(np.int64), True
+        seen = positions + 1
+    else:
+        request = np.searchsorted(numbers.row_start[1:], row, "right")
+        request *= request < len(num_tokens)
+        num, index = num_tokens[request], row - numbers.row_start[request]
+        is_here = (num > 0) & (row < numbers.row_start[-1])
+        positions = (first[request] + np.minimum(index, num - 1)) * is_here
+        seen, is_written = (positions + 1) * is_here, is_here & (index < num)
+    local = owner.local_seq_lens(seen) * (row < numbers.num_attending)
+    slots: np.ndarray | int = -1
+    if layout.traits.has_slots:
+        block, offset = np.divmod(positions, layout.block_tokens)
+        blocks = numbers.block_table[request, block].astype(np.int64)
+        mine = blocks * (layout.block_tokens // owner.size) + owner.local_index(offset)
+        slots = np.where(is_written & (owner.rank_of(offset) == owner.rank), mine, -1)
+    for column, values in zip(tokens, (request, seen, local, positions, slots), strict=True):
+        column.numpy()[...] = values

@@ -14,6 +14,7 @@ from torch import Tensor
 from dcpmla.attention.step.long_pieces import PieceSizes
 from dcpmla.config import DCPConfig
 from dcpmla.ownership import Owner
+from dcpmla.upload import aligned_slices
 
 _ALIGNMENT = 4  # words: columns begin at multiples of 16 bytes, because Triton compiles another kernel for others
 
@@ -74,7 +75,7 @@ class StepRequests(NamedTuple):
         states: Index of each request's state in the cache [num_reqs], for linear attention and DeepSeek-V4; Nones or
             empty for others.
         num_decodes: Number of requests that attend with absorbed queries, the first ones (`StepBuilder.build`).
-        segment_len: Maximum tokens of a segment; longer decodes are cut.
+        segment_len: Maximum tokens of a segment; longer decodes are cut (`segments`).
     """
 
     query_lens: Sequence[int]
@@ -84,27 +85,66 @@ class StepRequests(NamedTuple):
     num_decodes: int = 0
     segment_len: int = 1
 
+    def check(self, layout: StepLayout) -> None:
+        """Raise ValueError for requests that `StepBuilder.build` refuses."""
+        query_lens, seq_lens, block_tables, states = self[:4]
+        room, num_states = layout.block_tokens, layout.traits.num_states
+        if not query_lens or not len(query_lens) == len(seq_lens) == len(block_tables):
+            raise ValueError(
+                f"query_lens, seq_lens and block_tables have {len(query_lens)}, {len(seq_lens)} and "
+                f"{len(block_tables)} requests; they must have the same number, at least 1"
+            )
+        for request, (query, seq, blocks) in enumerate(zip(query_lens, seq_lens, block_tables, strict=True)):
+            if not 1 <= query <= seq:
+                needed = "1 <= query_lens <= seq_lens must hold"
+                raise ValueError(f"request {request}: query_lens is {query} and seq_lens {seq}; {needed}")
+            if len(blocks) * room < seq:
+                has = f"{len(blocks)} blocks, room for {len(blocks) * room} tokens"
+                raise ValueError(f"request {request}: block_tables has {has}; seq_lens is {seq}")
+        num_reqs, is_valid = len(query_lens), all(0 <= state < num_states for state in states if num_states)
+        if num_states and not (len(states) == len(set(states)) == num_reqs and is_valid):
+            raise ValueError(
+                f"states is {list(states)}; expected one for each of {num_reqs} requests, in [0, {num_states}), "
+                f"none twice"
+            )
+
+    def segments(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return the tokens and the request of each segment of decodes; None if decodes are equally long segments."""
+        lens = np.asarray(self.query_lens[: self.num_decodes])
+        is_cut = len(lens) and not lens.min() == lens.max() <= self.segment_len
+        return cut_queries(lens, self.segment_len) if is_cut else None
+
 
 class TableSizes(NamedTuple):
     """The sizes of a step's tables: those of its requests and tokens, or what a graph pads them to.
 
     Attributes:
         num_reqs, num_tokens, num_segments: Number of requests, tokens, and segments of absorbed attention.
+        num_ids: Words before the columns, in which a graph has its tokens' ids.
+        room: Number of first rows whose absorbed attention is in a graph; 0 outside of graphs.
         query_len: Rows of each request, of which a shorter one repeats its last token; 0 where each request has as many
             rows as tokens.
-        num_pieces: Number of requests that linear attention may compute in chunks (`PieceSizes`).
+        has_pieces: Whether linear attention computes long pieces in chunks (`PieceSizes`).
     """
 
     num_reqs: int
     num_tokens: int
     num_segments: int
     query_len: int = 0
-    num_pieces: int = 0
+    has_pieces: bool = False
+    room: int = 0
+    num_ids: int = 0
+
+    @property
+    def columns(self) -> list[slice]:
+        """Return the words of each column of `StepTable` but the block table."""
+        num_pieces = PieceSizes(self.num_reqs, self.num_tokens).columns[-1].stop if self.has_pieces else 0
+        return _columns(self.num_ids, self.num_reqs, self.num_segments, num_pieces)
 
     @property
     def num_words(self) -> int:
-        """Return the words of the memory of the columns of `StepTable` but the block table."""
-        return _columns(self)[-1].stop + _ALIGNMENT
+        """Return the words of ids and columns, a multiple of 4."""
+        return (self.columns[-1].stop // _ALIGNMENT + 1) * _ALIGNMENT
 
 
 class StepTable(NamedTuple):
@@ -145,15 +185,23 @@ class StepTable(NamedTuple):
     @classmethod
     def of(cls, words: Any, sizes: TableSizes, block_table: Any) -> "StepTable":
         """Return the columns that are parts of sizes.num_words words."""
-        return StepTable._make([*map(words.__getitem__, _columns(sizes)), block_table])
+        return StepTable._make([*map(words.__getitem__, sizes.columns), block_table])
 
-    def fill(self, requests: StepRequests, sizes: TableSizes, room: int = 0) -> None:
-        """Write a step's numbers, except block ids, into arrays of zeros, and padding after them.
+    @classmethod
+    def stage(cls, requests: StepRequests, sizes: TableSizes, blocks: np.ndarray, device: torch.device) -> Tensor:
+        """Return a step's numbers and padding, then block ids [num_reqs, max_blocks], as words for one copy."""
+        num_words = sizes.num_words
+        # New memory, because the previous step's transfer may still read its memory.
+        staged = torch.empty(num_words + blocks.size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        words = staged.numpy()
+        words[:num_words] = 0
+        words[num_words:] = blocks.ravel()
+        cls.of(words, sizes, None).fill(requests, sizes)
+        return staged
 
-        Args:
-            room: Number of first rows whose absorbed attention is in a graph; 0 outside of graphs.
-        """
-        num_decodes = requests.num_decodes
+    def fill(self, requests: StepRequests, sizes: TableSizes) -> None:
+        """Write a step's numbers, except block ids, into arrays of zeros, and padding after them."""
+        num_decodes, room = requests.num_decodes, sizes.room
         lens, num_reqs = np.asarray(requests.query_lens), len(requests.query_lens)
         self.first_position[:num_reqs] = first = np.subtract(requests.seq_lens, lens)
         self.num_tokens[:num_reqs] = lens
@@ -177,8 +225,8 @@ class StepTable(NamedTuple):
             self.prefill_position[:num_prefills] = first[num_decodes:]
         if sizes.num_segments:
             self._cut(lens[:num_decodes], requests.segment_len, room or num_decode_tokens)
-        if sizes.num_pieces:
-            pieces = PieceSizes(sizes.num_reqs, sizes.num_tokens, sizes.num_pieces)
+        if len(self.pieces):
+            pieces = PieceSizes(sizes.num_reqs, sizes.num_tokens)
             pieces.fill(self.pieces, lens, first, self.states[:num_reqs], starts)
 
     def _cut(self, lens: np.ndarray, segment_len: int, room: int) -> None:
@@ -192,9 +240,9 @@ class StepTable(NamedTuple):
 
     def front(self, num_reqs: int, num_columns: int) -> "StepTable":
         """Return the numbers of the first requests, with num_columns block ids of each."""
-        per_request = {name: getattr(self, name)[:num_reqs] for name in _PER_REQUEST}
+        per_request = [column[:num_reqs] for column in self[:6]]
         block_table = self.block_table[:num_reqs, :num_columns].contiguous()
-        return self._replace(**per_request, row_start=self.row_start[: num_reqs + 1], block_table=block_table)
+        return StepTable._make([*per_request, self.row_start[: num_reqs + 1], *self[7:-1], block_table])
 
     def nth_token(self, index: int) -> "StepTable":
         """Return the table of token number `index` of each request alone; a request with fewer tokens has none."""
@@ -205,18 +253,10 @@ class StepTable(NamedTuple):
 
 
 @lru_cache(maxsize=512)
-def _columns(sizes: TableSizes) -> tuple[slice, ...]:
+def _columns(num_ids: int, reqs: int, segments: int, num_pieces: int) -> list[slice]:
     """Return the words of each column but the block table; each begins at a multiple of 16 bytes."""
-    reqs, segments = sizes.num_reqs, sizes.num_segments
-    num_pieces = PieceSizes(reqs, sizes.num_tokens, sizes.num_pieces).num_words if sizes.num_pieces else 0
-    columns, begin = [], 0
-    for length in (*[reqs] * 6, reqs + 1, reqs + 1, reqs, segments + 1, segments, 1, num_pieces):
-        columns.append(slice(begin, begin + length))
-        begin += -(-length // _ALIGNMENT) * _ALIGNMENT
-    return tuple(columns)
-
-
-_PER_REQUEST = ("first_position", "num_tokens", "states", "num_rejected", "begin", "end")
+    lengths = num_ids, *[reqs] * 6, reqs + 1, reqs + 1, reqs, segments + 1, segments, 1, num_pieces
+    return aligned_slices(lengths, _ALIGNMENT)[1:]
 
 
 class StepTokens(NamedTuple):

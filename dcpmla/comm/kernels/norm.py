@@ -6,8 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dcpmla.comm.calls import NormedSum
-from dcpmla.parallel.fp8 import empty_codes
 from dcpmla.parallel.kernels.quantize import store_codes
+from dcpmla.parallel.quantized import empty_codes
 
 
 @triton.jit

@@ -10,8 +10,8 @@ from dcpmla.attention.placement import Placement
 from dcpmla.attention.select.indexer import Indexer
 from dcpmla.config import MLAConfig
 from dcpmla.integrations.external.linear import ExternalLinear, Projection, check_parts, external_parameters
-from dcpmla.parallel.fp8 import PlainRows, plain
 from dcpmla.parallel.linear import Weight
+from dcpmla.parallel.quantized import PlainRows, plain
 
 
 @dataclass(frozen=True, kw_only=True)

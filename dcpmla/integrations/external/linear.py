@@ -5,8 +5,8 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from dcpmla.parallel.fp8 import AnyRows, plain
 from dcpmla.parallel.linear import RowParallelLinear
+from dcpmla.parallel.quantized import AnyRows, plain
 
 Projection = Callable[[Tensor], Tensor]
 Module = TypeVar("Module", bound=nn.Module)

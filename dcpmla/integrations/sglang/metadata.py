@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.backends.calls import decode_workspace
-from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.chunks import PrefillMetadata, lay_out_prefills
+from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.absorbed import DecodeLayout, TokenRange
 from dcpmla.upload import upload

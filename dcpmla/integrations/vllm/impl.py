@@ -12,9 +12,8 @@ from torch import Tensor
 from dcpmla.attention.mla.decode import dcp_mla_decode, decode_call
 from dcpmla.attention.mla.prefill import dcp_mla_prefill
 from dcpmla.attention.projections import project_latents
-from dcpmla.attention.step.build import StepBuilder
 from dcpmla.attention.step.chunks import PrefillMetadata
-from dcpmla.attention.step.metadata import DecodeMetadata
+from dcpmla.attention.step.metadata import DecodeMetadata, StepBuilder
 from dcpmla.cache.formats import FP8, write_latents
 from dcpmla.comm.exchange import Exchange
 from dcpmla.integrations.absorbed import TokenRange

@@ -5,8 +5,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dcpmla.model.glu import Glu
-from dcpmla.parallel.fp8 import empty_rows
 from dcpmla.parallel.kernels.quantize import store_codes
+from dcpmla.parallel.quantized import empty_rows
 
 _COLUMNS = tl.constexpr(1024)  # columns of a program
 

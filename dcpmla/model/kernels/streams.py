@@ -10,9 +10,8 @@ from torch import Tensor
 
 from dcpmla.model.kernels.mix import PART, mix_and_multiply
 from dcpmla.model.mixing import Constants, Mixing, Projection, Streams
-from dcpmla.parallel.fp8 import NormedRows, PlainRows, QuantizedRows
 from dcpmla.parallel.kernels.quantize import store_codes
-from dcpmla.parallel.quantized import empty_groups
+from dcpmla.parallel.quantized import NormedRows, PlainRows, QuantizedRows, empty_groups
 
 
 @triton.jit(do_not_specialize=["num_parts", "scales_stride"])

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from dcpmla.ownership import Owner
-from dcpmla.parallel.fp8 import empty_codes
+from dcpmla.parallel.quantized import empty_codes
 
 
 class WindowWrite(NamedTuple):

@@ -27,7 +27,7 @@ from dcpmla.attention.select.step import SelectedTokens
 from dcpmla.attention.step.metadata import DecodeMetadata, StepMetadata, begin_attention
 from dcpmla.cache.shared_rows import read_rows
 from dcpmla.comm.exchange import LocalExchange
-from dcpmla.parallel.fp8 import NormedRows, PlainRows
+from dcpmla.parallel.quantized import NormedRows, PlainRows
 
 # A step with prefills that has more tokens, or more scores of its indexer, runs its kernels one after the other.
 _FEW_TOKENS, _FEW_SCORES = 256, 1 << 22

@@ -11,9 +11,9 @@ from dcpmla.attention.layers.compressed.config import WINDOW_ONLY, CompressedCon
 from dcpmla.attention.layers.compressed.projections import GROUP, norm_rope_query_, unrope_heads
 from dcpmla.attention.mla.weights import HeldHeads
 from dcpmla.attention.placement import Placement
-from dcpmla.parallel.fp8 import AnyRows, PlainRows, QuantizedRows, multiply_groups, plain
+from dcpmla.parallel.fp8 import multiply_groups
 from dcpmla.parallel.linear import Linear, RowParallelLinear, Weight, fill, read_linear, read_weight
-from dcpmla.parallel.quantized import BLOCK, AnyWeight
+from dcpmla.parallel.quantized import BLOCK, AnyRows, AnyWeight, PlainRows, QuantizedRows, plain
 from dcpmla.parallel.reformat import reorder_rows
 
 

@@ -14,8 +14,8 @@ from dcpmla.attention.layers.linear.step import DeltaMetadata, delta_metadata
 from dcpmla.attention.placement import Placement, refuse_order
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.latent import LayerCache
-from dcpmla.parallel.fp8 import PlainRows, plain
 from dcpmla.parallel.linear import Linear, RowParallelLinear, Weight, fill, read_linear, read_weight, shard
+from dcpmla.parallel.quantized import PlainRows, plain
 
 
 class DeltaAttention(nn.Module):

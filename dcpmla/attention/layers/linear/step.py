@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from dcpmla.attention.layers.linear.calls import DeltaPieces, DeltaRequests
-from dcpmla.attention.step.long_pieces import PieceSizes, num_pieces
+from dcpmla.attention.step.long_pieces import PieceSizes
 from dcpmla.attention.step.metadata import StepMetadata
 
 
@@ -25,8 +25,7 @@ def delta_metadata(step: StepMetadata) -> DeltaMetadata:
     requests = DeltaRequests(table.row_start[:-1], table.begin, table.end, table.states)
     if not len(table.pieces):
         return DeltaMetadata(requests)
-    num_reqs, num_tokens = len(table.num_tokens), step.num_tokens
-    sizes = PieceSizes(num_reqs, num_tokens, num_pieces(num_reqs, num_tokens))
+    sizes = PieceSizes(len(table.num_tokens), step.num_tokens)
     recurrent, start_loc, token, first, state, chunks, chunk_starts = sizes.split(table.pieces)
     pieces = DeltaPieces(start_loc, token, first, state, chunks.view(-1, 2), chunk_starts)
     return DeltaMetadata(requests._replace(state=recurrent), pieces)

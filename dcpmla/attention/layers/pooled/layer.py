@@ -20,8 +20,8 @@ from dcpmla.attention.select.step import SparseMetadata
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.latent import LayerCache
 from dcpmla.config import MLAConfig
-from dcpmla.parallel.fp8 import PlainRows
 from dcpmla.parallel.linear import Linear, Weight, fill, read_linear, read_weight
+from dcpmla.parallel.quantized import PlainRows
 
 
 class PoolIndexer(Indexer):

@@ -9,7 +9,7 @@ from dcpmla.attention.select.step import SelectedTokens, SparseMetadata
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.latent import LayerCache
 from dcpmla.config import MLAConfig
-from dcpmla.parallel.fp8 import PlainRows
+from dcpmla.parallel.quantized import PlainRows
 
 
 class WindowAttention(MLAAttention):

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from dcpmla.attention.backends.calls import decode_workspace
 from dcpmla.attention.layers.compressed.step import compressed_traits, with_angles
-from dcpmla.attention.step.build import StepBuilder, lay_out
-from dcpmla.attention.step.metadata import DecodeMetadata, StepMetadata
+from dcpmla.attention.step.metadata import DecodeMetadata, StepBuilder, StepMetadata, lay_out
 from dcpmla.attention.step.table import StepRequests, StepTable, StepTokens
 from dcpmla.integrations.vllm.compressed.names import (
     AttentionBackend,
