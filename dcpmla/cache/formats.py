@@ -176,5 +176,10 @@ def check_kv_scale(storage: torch.dtype, kv_scale: Tensor | None) -> None:
             f"kv_scale is {'missing' if kv_scale is None else 'given'} for a cache of {storage}; it belongs to {FP8} "
             "alone"
         )
-    if kv_scale is not None and (kv_scale.dtype != torch.float32 or kv_scale.numel() != 1):
-        raise ValueError(f"kv_scale is {kv_scale.dtype} {tuple(kv_scale.shape)}; expected torch.float32 of one element")
+    check_scale("kv_scale", kv_scale)
+
+
+def check_scale(name: str, scale: Tensor | None) -> None:
+    """Raise ValueError for a scale that is not float32 of one element."""
+    if scale is not None and (scale.dtype != torch.float32 or scale.numel() != 1):
+        raise ValueError(f"{name} is {scale.dtype} {tuple(scale.shape)}; expected torch.float32 of one element")

@@ -64,11 +64,17 @@ class GraphMaker:
                 on_step(f"capturing {self._name}: {size}")
                 yield size
 
-        return self._capture(cache, min(self._max_model_len, cache.sizes.tokens_total), track=track)
+        return self._capture(cache, track=track)
 
-    def make(self, cache: Cache) -> StepGraph:
-        """Return the graphs over a cache, not captured: they pad their steps, and run them eagerly."""
-        return self._make(cache, min(self._max_model_len, cache.sizes.tokens_total))
+    def make(self, cache: Cache, longest: int | None = None) -> StepGraph:
+        """Return the graphs over a cache, not captured: they pad their steps, and run them eagerly.
+
+        Args:
+            longest: Longest sequence; None for the longest that the cache holds.
+        """
+        longest = min(self._max_model_len, cache.sizes.tokens_total) if longest is None else longest
+        steps = self._model.attention.step_builder(cache.sizes, self._dcp, self._mesh.dcp_rank, self._model.device)
+        return self._new(cache, steps, longest)
 
     def measure(self) -> int:
         """Return the bytes of this rank's GPU that graphs take apart from their cache.
@@ -89,16 +95,12 @@ class GraphMaker:
         with_two, with_one, without = *free, _free_bytes(model.device)
         return without - with_one + max(0, with_one - with_two) * max(0, num_sizes - 1)
 
-    def _make(self, cache: Cache, longest: int) -> StepGraph:
-        steps = self._model.attention.step_builder(cache.sizes, self._dcp, self._mesh.dcp_rank, self._model.device)
-        return self._new(cache, steps, longest)
-
     def _capture(
-        self, cache: Cache, longest: int, num_sizes: int | None = None, track: Track = iter
+        self, cache: Cache, longest: int | None = None, num_sizes: int | None = None, track: Track = iter
     ) -> StepGraph | None:
         if self._has_failed:
             return None
-        graph = self._make(cache, longest)
+        graph = self.make(cache, longest)
         try:
             graph.capture(num_sizes, track)
         except CannotCapture as reason:

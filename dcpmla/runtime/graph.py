@@ -48,8 +48,8 @@ class StepGraph:
     context. In other steps MHA is left out: graphs compute the rest of each layer for all tokens, the attention of
     dense MLA's decodes among it, and between two graphs MHA is launched with the step's own numbers.
 
-    A replay is bitwise equal to `run_eagerly`: the same step on the same padded rows, without a graph. (Matrix products
-    pick their kernels by the number of rows, so the step on the bare rows may differ in the last bits.) Rows of padding
+    A replay is bitwise equal to `run` before `capture`: the same step on the same padded rows. (Matrix products pick
+    their kernels by the number of rows, so the step on the bare rows may differ in the last bits.) Rows of padding
     write nothing to the cache and attend to nothing. Runs share memory, so they must follow each other on one stream.
 
     Args:
@@ -86,10 +86,10 @@ class StepGraph:
         self.sizes = sorted(sizes, key=lambda size: size.num_tokens)
         self._inputs = GraphInputs(input_like, self.sizes, limits, cache.sizes, steps)
         self._graphs = GraphSet(self._compute, "graph", mesh, self._device)
-        widths = dict.fromkeys(size.query_len for size in self.sizes if size.query_len)
-        self._sizes = {width: [size for size in self.sizes if size.query_len == width] for width in widths}
-        others = [size for size in self.sizes if not size.query_len]
-        self._whole = [size for size in others if size.is_whole]
+        widths = dict.fromkeys(size.query_len for size in self.sizes)
+        of_width = {width: [size for size in self.sizes if size.query_len == width] for width in widths}
+        others = of_width.pop(0, [])
+        self._decode_sizes, self._whole = of_width, [size for size in others if size.is_whole]
         self._parted = [size for size in others if not size.is_whole]
         self.latest_rows: Tensor | None = None
         self._latest: tuple[GraphSize, StepMetadata | None] = self.sizes[0], None
@@ -118,8 +118,7 @@ class StepGraph:
         Raises:
             ValueError: max_num_seqs, max_model_len or max_query_len is below 1.
         """
-        limits = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "max_query_len": max_query_len}
-        check_fields(dict.fromkeys(limits, whole(1)), limits)
+        check_fields({"max_query_len": whole(1)}, {"max_query_len": max_query_len})
         sizes = decode_sizes(max_num_seqs)
         if max_query_len > 1:
             sizes += decode_sizes(min(max_num_seqs, MAX_DRAFT_ROWS // max_query_len), max_query_len)
@@ -191,8 +190,8 @@ class StepGraph:
 
     def decode_size(self, num_reqs: int, query_len: int = 1) -> GraphSize | None:
         """Return the size to which decodes of at most query_len tokens each are padded; None if there is none."""
-        width = next((width for width in self._sizes if 1 < width >= query_len), 0) if query_len > 1 else 1
-        return find_size(self._sizes.get(width, ()), num_reqs * width) if num_reqs and width else None
+        width = next((width for width in self._decode_sizes if 1 < width >= query_len), 0) if query_len > 1 else 1
+        return find_size(self._decode_sizes.get(width, ()), num_reqs * width) if num_reqs and width else None
 
     def prompt_size(self, num_tokens: Sequence[int], contexts: Sequence[int], num_decodes: int) -> GraphSize | None:
         """Return the size to which a step with prompts is padded, a whole one if it can hold the step; None for none.
@@ -268,15 +267,6 @@ class StepGraph:
         self._inputs.take(inputs, leader._inputs, size)
         return self._replay(size)
 
-    @torch.inference_mode()
-    def run_eagerly(self, inputs: Tensor, requests: StepRequests) -> Tensor:
-        """Run a decode step without its graphs: a replay equals it bit for bit."""
-        size, requests = self._decodes(requests)
-        self._fill(size, inputs, requests, None)
-        self._compute(size)
-        assert self._out is not None
-        return self._rows(self._out[: size.num_tokens], len(inputs))
-
     def capture(self, num_sizes: int | None = None, track: Track = iter) -> None:
         """Capture sizes, the largest first: one memory pool serves them all. Collective over the TP group.
 
@@ -301,9 +291,8 @@ class StepGraph:
         num_reqs, longest = len(requests.query_lens), max(requests.query_lens, default=0)
         size = self.decode_size(num_reqs, longest)
         if size is None:
-            limits = " or ".join(
-                f"{width} tokens each of 1 to {sizes[-1].num_tokens // width}" for width, sizes in self._sizes.items()
-            )
+            largest = {width: sizes[-1].num_tokens // width for width, sizes in self._decode_sizes.items()}
+            limits = " or ".join(f"{width} tokens each of 1 to {num}" for width, num in largest.items())
             raise ValueError(
                 f"the step has {num_reqs} requests of at most {longest} tokens each; the decode graph is for {limits} "
                 f"requests (max_num_seqs)"

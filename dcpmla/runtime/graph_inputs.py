@@ -74,10 +74,8 @@ class GraphInputs:
         table.states.fill_(-1)
         if len(table.pieces):  # A prompt of as many tokens takes kernels as long.
             padding = StepRequests([size.num_tokens], [size.num_tokens], [()], [-1])
-            words = np.zeros(sizes.num_words, dtype=np.int32)
-            numbers = StepTable.of(words, sizes, None)
-            numbers.fill(padding, sizes)
-            table.pieces.copy_(torch.from_numpy(numbers.pieces))
+            words = StepTable.stage(padding, sizes, np.zeros((1, 0), np.int32), torch.device("cpu"))
+            table.pieces.copy_(StepTable.of(words, sizes, None).pieces)
         self.lay_out(size)
 
     @torch.inference_mode()  # static memory must not inherit the gradient history of inputs

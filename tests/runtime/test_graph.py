@@ -186,7 +186,7 @@ def test_refuses_other_memory() -> None:
     with pytest.raises(ValueError, match=r"inputs is torch.int32 on cpu; the graph takes torch.int64 on cpu"):
         graph.run(token_ids.int(), requests_of([1]))
     with pytest.raises(ValueError, match=r"inputs has shape \(2,\); expected \(1,\)"):
-        graph.run_eagerly(token_ids.new_zeros(2), requests_of([1]))
+        graph.run(token_ids.new_zeros(2), requests_of([1]))
     with pytest.raises(ValueError, match="max_num_seqs is 0"):
         StepGraph.decodes(sums, token_ids[0], cache, StepBuilder(DCP, 0), MESH, 0, 1)
     with pytest.raises(ValueError, match="only steps on a GPU can be captured"):

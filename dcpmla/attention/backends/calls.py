@@ -16,13 +16,16 @@ _WORDS_PER_ROW = 512 + 1  # a latent in float32, and its LSE
 Queries = Tensor | tuple[Tensor, Tensor]  # [T, H, L + R], or their parts [T, H, L] and [T, H, R]
 
 
+def shape_error(name: str, tensor: Tensor, expected: str) -> ValueError:
+    """Return the error of a tensor with another shape than expected."""
+    return ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {expected}")
+
+
 def split_queries(q: Queries, kv_lora_rank: int) -> tuple[Tensor, Tensor | None]:
     """Return the two parts of queries, as views where they are joined."""
     if isinstance(q, Tensor):
         if q.ndim != 3 or not 0 < kv_lora_rank <= q.shape[-1]:
-            raise ValueError(
-                f"q has shape {tuple(q.shape)}; expected [T, H, kv_lora_rank + rope] with kv_lora_rank {kv_lora_rank}"
-            )
+            raise shape_error("q", q, f"[T, H, kv_lora_rank + rope] with kv_lora_rank {kv_lora_rank}")
         return q[..., :kv_lora_rank], q[..., kv_lora_rank:] if q.shape[-1] > kv_lora_rank else None
     latent, rope = q
     is_split = latent.ndim == rope.ndim == 3 and latent.shape[:2] == rope.shape[:2] and rope.shape[-1] > 0
@@ -127,7 +130,7 @@ class DecodeCall(NamedTuple):
         shape = tuple(self.kv_cache.shape)
         pairs = zip(shape, expected, strict=False)  # `expected` has a name where every size is allowed
         if len(shape) != 3 or any(isinstance(allowed, int) and size != allowed for size, allowed in pairs):
-            raise ValueError(f"kv_cache has shape {shape}; expected [{', '.join(map(str, expected))}] {reason}")
+            raise shape_error("kv_cache", self.kv_cache, f"[{', '.join(map(str, expected))}] {reason}")
 
     def _check_requests(self) -> None:
         """Raise ValueError if shapes, dtypes or strides do not match the queries' tokens."""
@@ -138,19 +141,13 @@ class DecodeCall(NamedTuple):
                 f"[num_rows, max_blocks], with num_rows 0 if q has no tokens, and at least 1 otherwise"
             )
         if index is not None and (index.ndim != 1 or table.shape[0] == 0 < index.shape[0]):
-            raise ValueError(
-                f"request_index has shape {tuple(index.shape)}; expected [num_segments], a row of block_table "
-                f"{tuple(table.shape)} for each"
-            )
+            of_table = f"a row of block_table {tuple(table.shape)} for each"
+            raise shape_error("request_index", index, f"[num_segments], {of_table}")
         if tuple(self.seq_lens.shape) != (num_tokens,):
-            raise ValueError(
-                f"seq_lens has shape {tuple(self.seq_lens.shape)}; expected [{num_tokens}], one for each query token"
-            )
+            raise shape_error("seq_lens", self.seq_lens, f"[{num_tokens}], one for each query token")
         num_segments = self.num_segments
         if starts is not None and tuple(starts.shape) != (num_segments + 1,):
-            raise ValueError(
-                f"query_start_loc has shape {tuple(starts.shape)}; expected [{num_segments + 1}], num_segments + 1"
-            )
+            raise shape_error("query_start_loc", starts, f"[{num_segments + 1}], num_segments + 1")
         columns = {"block_table": table, "seq_lens": self.seq_lens, "request_index": index, "query_start_loc": starts}
         for name, numbers in columns.items():
             if numbers is not None and (numbers.dtype != torch.int32 or numbers.stride(-1) != 1):
@@ -189,10 +186,7 @@ class DecodeCall(NamedTuple):
                 f"q has dtype {q}, kv_cache {cache}, q_scale is {state} and dtype is {dtype}; e4m3 queries need an fp8 "
                 f"cache, q_scale and the output's dtype, other queries take no q_scale and no dtype but their own"
             )
-        if q_scale is not None and (q_scale.dtype != torch.float32 or q_scale.numel() != 1):
-            raise ValueError(
-                f"q_scale is {q_scale.dtype} {tuple(q_scale.shape)}; expected torch.float32 of one element"
-            )
+        formats.check_scale("q_scale", q_scale)
 
     @property
     def out_dtype(self) -> torch.dtype:

@@ -44,18 +44,9 @@ def _plan_prefill(
 ) -> Any:
     flashinfer = importlib.import_module("flashinfer")
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(_workspace(device))
-    query_start_loc, key_start_loc = (torch.tensor(start, dtype=torch.int32) for start in (query_start, key_start))
-    wrapper.plan(
-        query_start_loc,
-        key_start_loc,
-        num_heads,
-        num_heads,
-        qk_head_dim,
-        head_dim_vo=v_head_dim,
-        causal=causal,
-        sm_scale=scale,
-        q_data_type=dtype,
-    )
+    starts = (torch.tensor(start, dtype=torch.int32) for start in (query_start, key_start))
+    options = {"head_dim_vo": v_head_dim, "causal": causal, "sm_scale": scale, "q_data_type": dtype}
+    wrapper.plan(*starts, num_heads, num_heads, qk_head_dim, **options)
     # The plan is copied from pinned memory, which the next plan may reuse if this one is dropped.
     torch.cuda.current_stream(device).synchronize()
     return wrapper

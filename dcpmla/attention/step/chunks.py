@@ -138,13 +138,8 @@ def lay_out_prefills(
         first = np.maximum(contexts - window + 1, 0) // alignment * alignment
     elif dcp.deterministic and contexts.any():
         end = np.asarray(seq_lens)  # In a fixed order keys are one sequence: new tokens are read after their context.
-    return PrefillMetadata(
-        queries=Segments(start, start_loc),
-        first_position=first_position,
-        context_chunks=context_chunks(layout, dcp.block_size, first, end, alignment, table),
-        window=window,
-        in_order=dcp.deterministic,
-    )
+    chunks = context_chunks(layout, dcp.block_size, first, end, alignment, table)
+    return PrefillMetadata(Segments(start, start_loc), first_position, chunks, window, in_order=dcp.deterministic)
 
 
 def max_chunk_tokens(max_model_len: int, max_num_seqs: int, alignment: int) -> int:

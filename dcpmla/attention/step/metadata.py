@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dcpmla.attention.backends.calls import Segments, decode_workspace
+from dcpmla.attention.backends.calls import Segments, decode_workspace, shape_error
 from dcpmla.attention.step.chunks import PrefillMetadata, lay_out_prefills
 from dcpmla.attention.step.table import (
     StepLayout,
@@ -206,9 +206,7 @@ class StepMetadata:
         """Raise ValueError for inputs that do not match the step, or a cos_sin or query_factor not as in the model."""
         shape, device = tuple(hidden_states.shape), hidden_states.device
         if len(shape) != 2 or shape[1] != config.hidden_size or shape[0] < self.num_tokens:
-            raise ValueError(
-                f"hidden_states has shape {shape}; expected [at least {self.num_tokens}, {config.hidden_size}]"
-            )
+            raise shape_error("hidden_states", hidden_states, f"[at least {self.num_tokens}, {config.hidden_size}]")
         expected = torch.float32, (self.num_tokens, config.qk_rope_head_dim), device
         if _described(self.cos_sin) != (expected if config.use_rope else None):
             added = f"{expected} (dtype, shape, device), which StepMetadata.with_cos_sin adds"
