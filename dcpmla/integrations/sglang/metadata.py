@@ -41,8 +41,7 @@ class MetadataBuilder:
         self.first_slots = req_to_token[:, :: self.slots_per_page]
         device = req_to_token.device
         self.steps = StepBuilder(dcp, dcp_rank, device)
-        token_lens = torch.zeros(len(req_to_token) * max_query_len, dtype=torch.int32, device=device)
-        self.layout = DecodeLayout(self.steps, num_heads, max_query_len, decode_workspace(device), token_lens)
+        self.layout = DecodeLayout(self.steps, num_heads, max_query_len, decode_workspace(device))
 
     def decodes(self, batch: Any, query_len: int, num_ahead: int) -> tuple[TokenRange, ...]:
         """Lay out requests of query_len tokens each, without a wait for the device: decodes, or tokens with drafts.
@@ -54,17 +53,14 @@ class MetadataBuilder:
         # A graph is replayed with longer requests; between drafts, the host does not know how many were accepted.
         is_known = batch.seq_lens_cpu is not None and not capturing
         longest = int(batch.seq_lens_cpu.max()) + num_ahead if is_known else None
-        seq_lens = batch.seq_lens + num_ahead
-        local = self.steps.layout.owner.local_seq_lens(seq_lens)
-        return self.layout.uniform(self._table(batch, longest), seq_lens, local, query_len)
+        return self.layout.uniform(self._table(batch, longest), (batch.seq_lens + num_ahead).int(), query_len)
 
     def short_prefills(self, batch: Any) -> tuple[TokenRange, ...]:
         """Lay out prompts of few new tokens each."""
         start = np.concatenate([[0], np.cumsum(batch.extend_seq_lens_cpu)]).astype(np.int32)
         (start_loc,) = upload([start], self.steps.layout.device)
-        local = self.steps.layout.owner.local_seq_lens(batch.seq_lens)
         table = self._table(batch, max(_lens_after(batch)))
-        return self.layout.build(table, batch.seq_lens, local, start_loc, start, int(start[-1]))
+        return self.layout.build(table, batch.seq_lens.int(), start_loc, start, int(start[-1]))
 
     def prefill(self, batch: Any) -> PrefillMetadata:
         """Lay out requests of several tokens each."""

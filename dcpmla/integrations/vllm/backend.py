@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dcpmla.attention.backends.calls import decode_workspace
 from dcpmla.attention.step.chunks import lay_out_prefills, max_chunk_tokens
-from dcpmla.attention.step.metadata import StepBuilder
+from dcpmla.attention.step.table import StepTokens
 from dcpmla.cache.formats import row_width, storage_dtype
 from dcpmla.comm.exchange import Exchange, LocalExchange
 from dcpmla.integrations.absorbed import DecodeLayout, TokenRange
@@ -116,9 +116,9 @@ class DCPMLAMetadataBuilder(MLACommonMetadataBuilder):
         width = row_width(cache_dtype, self.mla_dims.kv_lora_rank, self.mla_dims.qk_rope_head_dim)
         self.exchange.reserve_context(num_tokens, width, cache_dtype, torch.device(device))
         max_query_len = max_decode_query_len(vllm_config)
-        token_lens = torch.zeros(scheduler.max_num_seqs * max_query_len, dtype=torch.int32, device=device)
+        tokens = StepTokens.empty(scheduler.max_num_seqs * max_query_len, device)
         num_heads = self.num_heads * self.dcp_world_size
-        self.layout = DecodeLayout(self.steps, num_heads, max_query_len, decode_workspace(device), token_lens)
+        self.layout = DecodeLayout(self.steps, num_heads, max_query_len, decode_workspace(device), tokens)
         for name in layer_names:
             layer = vllm_config.compilation_config.static_forward_context[name]
             layer.impl.exchange, layer.impl.num_classes = self.exchange, self.dcp.num_own_classes
@@ -157,7 +157,10 @@ class DCPMLAMetadataBuilder(MLACommonMetadataBuilder):
         dcp_tot_seq_lens_device: Tensor | None,
         **_: Any,
     ) -> DecodePart:
-        totals = seq_lens_device if dcp_tot_seq_lens_device is None else dcp_tot_seq_lens_device
-        starts = query_start_loc_device, query_start_loc_cpu.numpy()
-        parts = self.layout.build(block_table_tensor, totals, seq_lens_device, *starts, num_decode_tokens)
+        if num_decode_tokens == len(block_table_tensor):  # one token a request, padding included
+            parts = self.layout.whole(block_table_tensor, seq_lens_device, 1)
+        else:
+            totals = seq_lens_device if dcp_tot_seq_lens_device is None else dcp_tot_seq_lens_device
+            starts = query_start_loc_device, query_start_loc_cpu.numpy()
+            parts = self.layout.build(block_table_tensor, totals, *starts, num_decode_tokens)
         return DecodePart(block_table_tensor, seq_lens_device, dcp_tot_seq_lens_device, parts)

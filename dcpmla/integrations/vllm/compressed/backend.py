@@ -11,7 +11,8 @@ from torch import Tensor
 from dcpmla.attention.backends.calls import decode_workspace
 from dcpmla.attention.layers.compressed.step import compressed_traits, with_angles
 from dcpmla.attention.step.metadata import DecodeMetadata, StepBuilder, StepMetadata, lay_out
-from dcpmla.attention.step.table import StepRequests, StepTable, StepTokens
+from dcpmla.attention.step.table import StepRequests, StepTokens
+from dcpmla.integrations.absorbed import table_of_lengths
 from dcpmla.integrations.vllm.compressed.names import (
     AttentionBackend,
     AttentionCGSupport,
@@ -158,25 +159,9 @@ class CompressedMetadataBuilder(AttentionMetadataBuilder):
         """Return a step of decodes of as many tokens each that reads vLLM's memory. Padding has a length of 0 there."""
         num_reqs, query_len = common.num_reqs, common.max_query_len
         block_table, seq_lens = common.block_table_tensor[:num_reqs], common.seq_lens[:num_reqs]
-        num_rows, none = num_reqs * query_len, torch.zeros_like(seq_lens)
-        num_tokens = seq_lens.clamp(max=query_len)
+        num_rows = num_reqs * query_len
         starts = torch.arange(0, num_rows + 1, query_len, dtype=torch.int32, device=self.device)
-        table = StepTable(
-            first_position=seq_lens - num_tokens,
-            num_tokens=num_tokens,
-            states=self._states_of(block_table),
-            num_rejected=none,
-            begin=torch.empty_like(none),
-            end=torch.empty_like(none),
-            row_start=starts,
-            prefill_start=none,
-            prefill_position=none,
-            segment_start=none,
-            segment_request=none,
-            num_attending=none.new_full((1,), num_rows),
-            pieces=none[:0],
-            block_table=block_table,
-        )
+        table = table_of_lengths(seq_lens, starts, block_table)._replace(states=self._states_of(block_table))
         tokens = StepTokens.empty(num_rows, self.device)
         lay_out(table, tokens, self.steps.layout)
         return StepMetadata(

@@ -3,18 +3,18 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dcpmla.attention.select.step import SelectedTokens, SparseMetadata
-from dcpmla.config import DCPConfig
-from dcpmla.integrations.absorbed import uniform_query_len
+from dcpmla.attention.step.metadata import lay_out
+from dcpmla.attention.step.table import StepTokens
+from dcpmla.integrations.absorbed import table_of_lengths, uniform_query_len
 from dcpmla.integrations.vllm.sparse.layout import SelectionLayout
 
 
 @dataclass(frozen=True)
 class StepPools:
-    """The pools of a step's tokens, in memory that stays: CUDA graphs read it.
+    """The pools of a step's tokens. Of decodes, all but num_before is in memory that stays: CUDA graphs read it.
 
     Attributes:
         tokens: Tokens that each token may select from.
@@ -38,27 +38,18 @@ class PoolLayout:
 
     Args:
         tokens: Layout of the tokens.
-        pools: Layout of the index cache, in pools (`sparse.layout.in_pools`).
+        pool_size: Tokens of a pool, which are on one rank, in one block (`sparse.layout.in_pools`).
         num_pools: Number of pools that a token selects.
         max_query_len: Most new tokens of a request in a step of decodes.
         max_num_tokens: Maximum tokens of a step.
-        device: Device of the steps' tensors.
     """
 
     def __init__(
-        self,
-        tokens: SelectionLayout,
-        pools: DCPConfig,
-        num_pools: int,
-        max_query_len: int,
-        max_num_tokens: int,
-        device: torch.device,
+        self, tokens: SelectionLayout, pool_size: int, num_pools: int, max_query_len: int, max_num_tokens: int
     ) -> None:
-        self.tokens, self.pools, self.max_query_len = tokens, pools, max_query_len
-        self.pool_size = tokens.dcp.block_size // pools.block_size
-        self._index = torch.arange(max_num_tokens, dtype=torch.int32, device=device)
-        self._columns = torch.zeros(3, max_num_tokens, dtype=torch.int32, device=device)
-        self._slots = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
+        self.tokens, self.pool_size, self.max_query_len = tokens, pool_size, max_query_len
+        device = tokens.layout.device
+        self._pools = StepTokens.empty(max_num_tokens, device)
         self._selection = SelectedTokens.empty(max_num_tokens, num_pools, device)
 
     def build(self, step: Any) -> StepPools:
@@ -69,32 +60,30 @@ class PoolLayout:
         """
         tokens = self.tokens.build(step)
         num_tokens = len(tokens.request)
-        num_visible, num_local, num_before = self._columns[:, :num_tokens]
+        self._count(tokens, step.seq_lens, step.query_start_loc)
+        counts = self._pools.front(num_tokens)
+        per_token = tokens.request, counts.seq_lens, counts.local_seq_lens
+        visible = SparseMetadata(tokens.block_table, *per_token, tokens.max_seq_len // self.pool_size)
+        num_before = self.tokens.index[:num_tokens] - step.query_start_loc[tokens.request]
         query_len = uniform_query_len(step.query_start_loc_cpu.numpy(), len(tokens.block_table), num_tokens)
-        index = self._index[:num_tokens]
-        if query_len is None:
-            num_before.copy_(index - step.query_start_loc[tokens.request])
-        else:
-            num_before.copy_(index % query_len)
-        counts = num_visible, num_local, tokens.max_seq_len // self.pool_size
-        visible = SparseMetadata(tokens.block_table, tokens.request, *counts)
         is_decode = query_len is not None and query_len <= self.max_query_len
-        selection, slots = self._selection.rows(slice(0, num_tokens)), self._slots[:num_tokens]
-        pools = StepPools(tokens, visible, slots, num_before, query_len if is_decode else None, selection)
-        self.update(pools)
-        return pools
+        selection = self._selection.rows(slice(0, num_tokens))
+        return StepPools(tokens, visible, counts.slots, num_before, query_len if is_decode else None, selection)
 
     def update(self, pools: StepPools) -> None:
-        """Count pools again by the tokens' lengths and block tables, in place."""
-        tokens, visible, layout = pools.tokens, pools.visible, self.pools
-        owner = layout.owner(self.tokens.owner.rank)
-        torch.div(tokens.seq_lens, self.pool_size, rounding_mode="floor", out=visible.seq_lens)
-        local = owner.local_seq_lens(visible.seq_lens)
-        visible.local_seq_lens.copy_(local)
-        last = (visible.seq_lens - 1).clamp(min=0)
-        index = owner.local_index(last)
-        column = (index // layout.block_size).clamp(max=tokens.block_table.shape[1] - 1)
-        slots = tokens.block_table[tokens.request, column] * layout.block_size + index % layout.block_size
-        is_mine = owner.rank_of(last) == owner.rank
-        is_complete = (tokens.seq_lens % self.pool_size == 0) & (tokens.seq_lens > 0)
-        pools.slots.copy_(torch.where(is_mine & is_complete, slots, -1))
+        """Count pools again, in place, by lengths and block tables of requests with one token each."""
+        tokens = pools.tokens
+        self._count(tokens, tokens.seq_lens, self.tokens.index[: len(tokens.seq_lens) + 1])
+
+    def _count(self, tokens: SparseMetadata, seq_lens: Tensor, row_start: Tensor) -> None:
+        """Write the pools that each token sees, and the slot of the pool that it completes.
+
+        Args:
+            seq_lens, row_start: Arguments of `table_of_lengths`.
+        """
+        pools = self._pools.front(len(tokens.request))
+        lay_out(table_of_lengths(seq_lens, row_start, tokens.block_table), pools, self.tokens.layout)
+        # A pool's tokens are on one rank, in consecutive slots.
+        pools.slots.floor_divide_(self.pool_size).masked_fill_(pools.seq_lens % self.pool_size > 0, -1)
+        pools.seq_lens.floor_divide_(self.pool_size)
+        pools.local_seq_lens.floor_divide_(self.pool_size)

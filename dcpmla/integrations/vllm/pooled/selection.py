@@ -61,7 +61,8 @@ class PoolMetadataBuilder(IndexMetadataBuilder):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         sizes = max_decode_query_len(vllm_config), vllm_config.scheduler_config.max_num_batched_tokens
-        self.pools = PoolLayout(self.layout, self.selector.dcp, self.selector.config.num_pools, *sizes, device)
+        config = self.selector.config
+        self.pools = PoolLayout(self.layout, config.pool_size, config.num_pools, *sizes)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> PoolMetadata:
         """Return the tokens and pools of a step, without waiting for the device."""

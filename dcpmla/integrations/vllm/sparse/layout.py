@@ -6,24 +6,26 @@ from typing import Any
 import torch
 
 from dcpmla.attention.select.step import SparseMetadata
+from dcpmla.attention.step.metadata import lay_out
+from dcpmla.attention.step.table import StepLayout, StepTokens
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.absorbed import tokens_seen, uniform_query_len
+from dcpmla.integrations.absorbed import table_of_lengths
 
 
 class SelectionLayout:
     """The tokens that each token of a step may select from, in memory that stays: CUDA graphs read it.
 
     Args:
-        dcp: Layout of the cache.
-        dcp_rank: Rank in the DCP group.
+        layout: Layout of the cache over the ranks.
         max_num_tokens: Maximum tokens of a step.
-        device: Device of the steps' tensors.
+    Attributes:
+        index: The numbers [0, max_num_tokens], int32.
     """
 
-    def __init__(self, dcp: DCPConfig, dcp_rank: int, max_num_tokens: int, device: torch.device) -> None:
-        self.dcp, self.owner = dcp, dcp.owner(dcp_rank)
-        self._arange = torch.arange(max_num_tokens, dtype=torch.int32, device=device)
-        self._columns = torch.zeros(3, max_num_tokens, dtype=torch.int32, device=device)
+    def __init__(self, layout: StepLayout, max_num_tokens: int) -> None:
+        self.layout = layout
+        self.index = torch.arange(max_num_tokens + 1, dtype=torch.int32, device=layout.device)
+        self._tokens = StepTokens.empty(max_num_tokens, layout.device)
 
     def build(self, step: Any) -> SparseMetadata:
         """Lay out a step, without waiting for the device.
@@ -33,19 +35,13 @@ class SelectionLayout:
         """
         num_tokens, longest, seq_lens = step.num_actual_tokens, step.max_seq_len, step.seq_lens
         # Blocks that no request has would only make the scores wider.
-        table = step.block_table_tensor[:, : max(1, -(-longest // self.dcp.virtual_block_size))]
-        query_len = uniform_query_len(step.query_start_loc_cpu.numpy(), len(table), num_tokens)
-        if query_len == 1:
-            local = seq_lens if self.owner.size == 1 else step.dcp_local_seq_lens
-            return SparseMetadata(table, self._arange[:num_tokens], seq_lens, local, longest)
-        request, seen = tokens_seen(seq_lens, step.query_start_loc, query_len, num_tokens)
-        seen = seen.clamp(min=0)
-        local = self.owner.local_seq_lens(seen)
-        kept = [
-            column[:num_tokens].copy_(values)
-            for column, values in zip(self._columns, (request, seen, local), strict=True)
-        ]
-        return SparseMetadata(table, kept[0], kept[1], kept[2], longest)
+        table = step.block_table_tensor[:, : max(1, -(-longest // self.layout.block_tokens))]
+        if num_tokens == len(table):  # one token a request, padding included
+            local = seq_lens if self.layout.owner.size == 1 else step.dcp_local_seq_lens
+            return SparseMetadata(table, self.index[:num_tokens], seq_lens, local, longest)
+        tokens = self._tokens.front(num_tokens)
+        lay_out(table_of_lengths(seq_lens, step.query_start_loc, table), tokens, self.layout)
+        return SparseMetadata(table, tokens.request, tokens.seq_lens, tokens.local_seq_lens, longest)
 
 
 def in_pools(dcp: DCPConfig, pool_size: int) -> DCPConfig:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dcpmla.attention.select.selector import WORKSPACE_BYTES, TokenSelector
 from dcpmla.attention.select.step import SelectedTokens, SparseMetadata
+from dcpmla.attention.step.table import StepLayout
 from dcpmla.cache.formats import FP8
 from dcpmla.cache.index_keys import SCALE_BYTES
 from dcpmla.comm.exchange import Exchange, LocalExchange
@@ -90,7 +91,8 @@ class IndexMetadataBuilder(AttentionMetadataBuilder):
             rank, exchange = group.rank_in_group, exchange_of(group.device_group, torch.device(device))
         indexer = indexer_config(vllm_config.model_config.hf_text_config)
         self.selector = TokenSelector(indexer, in_pools(dcp, indexer.pool_size), rank, exchange)
-        self.layout = SelectionLayout(dcp, rank, scheduler.max_num_batched_tokens, device)
+        layout = StepLayout(dcp, dcp.owner(rank), torch.device(device))
+        self.layout = SelectionLayout(layout, scheduler.max_num_batched_tokens)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> IndexMetadata:
         """Return the tokens of a step, without waiting for the device."""
