@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from dcpmla import DCPConfig, DCPMesh, ExternalAttention, MLAConfig, MLAModules, Placement, select_exchange
 from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
-from dcpmla.cache.latent import LayerCache
+from dcpmla.cache.layers import LayerCache
 from dcpmla.comm.faults import StepFaults
 from dcpmla.job.bootstrap import distributed, read_launcher
 

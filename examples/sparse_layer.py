@@ -27,7 +27,7 @@ from dcpmla import (
 from dcpmla.attention.select.step import with_selection
 from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
-from dcpmla.cache.latent import LayerCache
+from dcpmla.cache.layers import LayerCache
 from dcpmla.comm.faults import StepFaults
 from dcpmla.integrations.external.indexer import IndexerModules
 from dcpmla.job.bootstrap import distributed, read_launcher

@@ -37,7 +37,7 @@ hidden_states = torch.randn(6, config.hidden_size)
 cos_sin = torch.randn(6, config.qk_rope_head_dim)
 dcp = DCPConfig(tensor_parallel_size=ranks.num_ranks, decode_context_parallel_size=ranks.num_ranks)
 cache = LatentCache(LatentCache.plan(attention_of(config).config, dcp, 1, [64, 64], dtype), device)
-for tensor in cache.layers:
+for tensor in cache.tensors:
     tensor.zero_()
 torch.set_grad_enabled(False)
 """

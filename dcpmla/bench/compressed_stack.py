@@ -10,8 +10,8 @@ from torch import Tensor
 from dcpmla.attention.backends.calls import DecodeCall, decode_workspace
 from dcpmla.attention.layers.compressed.cache import CompressedCache, plan_compressed
 from dcpmla.attention.layers.compressed.config import CompressedConfig, LayerKind
-from dcpmla.attention.layers.compressed.costs import layer_reads
 from dcpmla.attention.layers.compressed.layer import CompressedAttention
+from dcpmla.attention.layers.compressed.spec import CompressedSpec
 from dcpmla.attention.layers.compressed.step import CompressedMetadata, compressed_traits, selects, with_angles
 from dcpmla.attention.mla.decode import mla_decode
 from dcpmla.attention.select.candidates import candidate_width
@@ -47,7 +47,7 @@ class CompressedStack(Stack):
         config.check_layout(dcp)
         # A block covers as many tokens as in the model, where the least ratio is another one.
         dcp = replace(dcp, block_size=dcp.block_size * config.row_tokens // alike.row_tokens)
-        reads = layer_reads(alike, kind, context)
+        reads = CompressedSpec(alike, kind, 0).reads(context)
         super().__init__(sizes, dcp, reads)
         self.config, self.kind = alike, kind
         device, dtype = self.device, self.dtype
@@ -64,12 +64,11 @@ class CompressedStack(Stack):
         plan = plan_compressed(alike, dcp, [context] * batch * num_sets, dtype, batch * num_steps)
         self.cache: CompressedCache = CompressedCache(plan, device)
         for cache in self.cache:
-            fill_shared_rows(cache.rows, alike.head_dim, dtype)
+            fill_shared_rows(cache.latents, alike.head_dim, dtype)
             if cache.index_keys is not None:
                 fill_index_keys(cache.index_keys, alike.indexer.head_dim, dtype)
-            for sums in (cache.sums, cache.index_sums):
-                if sums is not None:
-                    sums.fill_(1.0)
+            for sums in cache.states:
+                sums.fill_(1.0)
         blocks = torch.randperm(plan.num_blocks).view(num_sets, batch, -1).tolist()
         states = torch.arange(batch * num_steps).view(num_steps, batch).tolist()
         steps = StepBuilder(plan.dcp, mesh.dcp_rank, device, compressed_traits(plan))
@@ -141,7 +140,7 @@ class CompressedStack(Stack):
         listed, q = self._listed(metadata), self.group_q if self.kind.ratio else self.q
         for cache in self.cache:
             sizes, workspace = (self.config.scale, self.config.head_dim), metadata.decode.workspace
-            mla_decode(DecodeCall(q, None, cache.rows, *listed, *sizes, workspace=workspace))
+            mla_decode(DecodeCall(q, None, cache.latents, *listed, *sizes, workspace=workspace))
 
     def finish(self, index: int = 0) -> None:
         """Run the sink, RoPE's inverse, the groups' projections, o_b_proj and its all-reduce."""

@@ -49,8 +49,8 @@ class LayerStack(Stack):
         plan, device = partial(LatentCache.plan, config, dcp, num_layers, dtype=self.dtype), self.device
         num_steps = num_rotated(plan([context] * batch).bytes_per_rank, device, MOST_STEPS)
         self.cache: LatentCache = LatentCache(plan([context] * batch * num_steps), device)
-        for rows in self.cache.layers:
-            fill_randomly(rows, config.kv_lora_rank, self.dtype)
+        for cache in self.cache:
+            fill_randomly(cache.latents, config.kv_lora_rank, self.dtype)
         ids = torch.randperm(self.cache.sizes.num_blocks).view(num_steps, batch, num_blocks(context, dcp))
         workspace, steps = decode_workspace(device), StepBuilder(dcp, mesh.dcp_rank, device)
         self.metadata = [
@@ -78,10 +78,10 @@ class LayerStack(Stack):
         hidden, metadata = self._inputs(index)
         decode = metadata.decode
         assert decode is not None
-        for layer, rows in zip(self.layers, self.cache.layers, strict=True):
+        for layer, cache in zip(self.layers, self.cache, strict=True):
             options = {"kv_scale": layer.kv_scale, "q_scale": layer.q_scale, "dtype": hidden.dtype}
             sizes = self.config.scale, self.config.kv_lora_rank
-            mla_decode(decode_call(self.group_q, rows, decode, *sizes, **options))
+            mla_decode(decode_call(self.group_q, cache.latents, decode, *sizes, **options))
 
     def finish(self, _: int = 0) -> None:
         """Run W_UV, before or after the merge, o_proj and its all-reduce."""

@@ -11,7 +11,7 @@ from dcpmla.attention.costs import LayerReads
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.bench.timing import Timing, calls_over, time_operation
-from dcpmla.cache.plan import Cache
+from dcpmla.cache.layers import Cache
 from dcpmla.comm.exchange import LocalExchange
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig

@@ -14,7 +14,7 @@ from dcpmla.attention.backends.calls import decode_workspace
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.bench.timing import is_h200, profile_kernels, time_operation
 from dcpmla.cache.formats import format_name
-from dcpmla.cache.plan import Cache
+from dcpmla.cache.layers import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.model_size import read_model
 from dcpmla.integrations.sharded_model import ShardedModel

@@ -11,7 +11,7 @@ from torch import Tensor
 from dcpmla.cache.copies import Copy, Parts
 from dcpmla.cache.disk_files import DiskFiles
 from dcpmla.cache.host_rows import Pack, pack_layers, runs
-from dcpmla.cache.plan import Cache
+from dcpmla.cache.layers import Cache
 from dcpmla.upload import upload
 
 # Bytes of a part of a copy. The small copies of steps wait for a part, and the host launches each part.

@@ -81,8 +81,10 @@ def read_index_keys(index_cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor
     return code_plane[blocks].view(FP8), scale_plane[blocks].view(torch.float32)[..., 0]
 
 
-def index_rows(index_cache: Tensor, span: int) -> list[TokenRows]:
-    """Return the rows of an index cache, keys of `span` positions each."""
+def index_rows(index_cache: Tensor | None, span: int) -> list[TokenRows]:
+    """Return the rows of an index cache, keys of `span` positions each; nothing for None."""
+    if index_cache is None:
+        return []
     if index_cache.dtype != torch.uint8:
         return [TokenRows.of("index keys", index_cache, span)]
     code_plane, scale_plane = _planes_of(index_cache)

@@ -4,44 +4,19 @@ and in layers with states memory of fixed size for each request.
 Rows and keys are sharded over the DCP ranks. A state has the heads of its TP rank, or is the same on every rank.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple, Self
 
 import torch
-from torch import Tensor
 
+from dcpmla.cache.carve import Described
 from dcpmla.cache.formats import format_name, row_width, storage_dtype
 from dcpmla.cache.index_keys import index_format_name, index_row_width, index_rows, index_storage_dtype
-from dcpmla.cache.items import Items
-from dcpmla.cache.memory import zeros
-from dcpmla.cache.plan import Cache, CachePlan
-from dcpmla.cache.rows import StateRows, TokenRows
+from dcpmla.cache.layers import Cache
+from dcpmla.cache.plan import CachePlan, LayerTensors, StateMemory
+from dcpmla.cache.rows import TokenRows
 from dcpmla.config import DCPConfig, MLAConfig
-
-
-class StateMemory(NamedTuple):
-    """Memory of fixed size that a layer keeps for each request.
-
-    Attributes:
-        name: Name of the content.
-        shape: Shape of a request's memory, rows first; the position p has row p % shape[0].
-        dtype: Dtype of the rows.
-        num_last, num_parts: Fields of `StateRows`.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    num_last: int = 1
-    num_parts: int = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of a request's memory."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class LayerMemory(NamedTuple):
@@ -103,23 +78,18 @@ class LatentPlan(CachePlan):
         """Positions that a block id covers, over all ranks."""
         return self.block_size * self.dcp_size
 
-    @cached_property
-    def bytes_per_block(self) -> int:
-        """Bytes of a block in all layers, on one rank."""
-        num_bytes = 0
-        for layer in self.layers:
-            num_bytes += layer.has_rows * self.block_size * layer.row_width * self.dtype.itemsize
-            num_bytes += self.block_size // layer.pool_size * layer.key_width * self.index_dtype.itemsize
-        return num_bytes
-
-    @cached_property
-    def bytes_per_state(self) -> int:
-        """Bytes of one request's state in all layers, on each rank."""
-        return sum(state.num_bytes for layer in self.layers for state in layer.states)
-
     @property
-    def bytes_per_rank(self) -> int:
-        return self.num_blocks * self.bytes_per_block + self.num_states * self.bytes_per_state
+    def layer_tensors(self) -> list[LayerTensors]:
+        layers = list[LayerTensors]()
+        for layer in self.layers:
+            fields: dict[str, Described] = {}
+            if layer.source is None:
+                fields["latents"] = (self.num_blocks, self.block_size, layer.row_width), self.dtype
+            if layer.key_width:
+                shape = self.num_blocks, self.block_size // layer.pool_size, layer.key_width
+                fields["index_keys"] = shape, self.index_dtype
+            layers.append(LayerTensors(fields, layer.states, layer.source))
+        return layers
 
     def allocate(self, device: torch.device) -> "LatentCache":
         """Allocate the caches (`CachePlan.allocate`)."""
@@ -140,87 +110,18 @@ class LatentPlan(CachePlan):
         )
 
 
-class LayerCache(NamedTuple):
-    """The cache of one layer on one rank.
-
-    Attributes:
-        latents: Latents [num_blocks, block_size, row_width] in one of the formats of `dcpmla.cache.formats`; rows of
-            width 0 in a layer of states alone.
-        index_keys: Index keys [num_blocks, block_size / pool_size, index_row_width] (`dcpmla.cache.index_keys`), under
-            the same block ids; None in layers without an indexer.
-        states: Memory of requests [num_states, *shape], in the order of `LayerMemory.states`.
-        loads: Ends of copies into the layer's memory that its next step waits for.
-        starts: Events to record where its attention begins: by then the layers before it have written their memory.
-    """
-
-    latents: Tensor
-    index_keys: Tensor | None = None
-    states: tuple[Tensor, ...] = ()
-    loads: list[torch.cuda.Event] | None = None
-    starts: list[torch.cuda.Event] | None = None
-
-
 class LatentCache(Cache):
-    """The caches of all layers on one rank; `cache[layer]` is one layer's. All DCP ranks use the same block ids.
-
-    Attributes:
-        sizes: Plan of the cache.
-        layers: Latents of each layer that has rows of its own.
-        index_layers: Index keys of each layer that has some.
-    """
+    """The caches of all layers on one rank."""
 
     sizes: LatentPlan
-
-    def __init__(self, plan: LatentPlan, device: torch.device) -> None:
-        """Allocate a plan's bytes.
-
-        Raises:
-            ValueError: The device has too little memory.
-        """
-        plan.check_fits(device)
-        self.sizes = plan
-        self.per_layer: list[LayerCache] = []
-        for layer in plan.layers:
-            num_keys = plan.block_size // layer.pool_size
-            self.per_layer.append(
-                LayerCache(
-                    zeros((plan.num_blocks, plan.block_size, layer.row_width), plan.dtype, device)
-                    if layer.source is None
-                    else self.per_layer[layer.source].latents,
-                    zeros((plan.num_blocks, num_keys, layer.key_width), plan.index_dtype, device)
-                    if layer.key_width
-                    else None,
-                    tuple(zeros((plan.num_states, *state.shape), state.dtype, device) for state in layer.states),
-                )
-            )
-        self.loads, self.starts = ([list[torch.cuda.Event]() for _ in plan.layers] for _ in range(2))
-        events = zip(self.per_layer, self.loads, self.starts, strict=True)
-        self.per_layer = [cache._replace(loads=loads, starts=starts) for cache, loads, starts in events]
-        own = zip(plan.layers, self.per_layer, strict=True)
-        self.layers = [cache.latents for layer, cache in own if layer.has_rows]
-        self.index_layers = [cache.index_keys for cache in self.per_layer if cache.index_keys is not None]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All memory of the cache."""
-        return [*self.layers, *self.index_layers, *(state for layer in self.per_layer for state in layer.states)]
 
     @property
     def token_rows(self) -> list[list[TokenRows]]:
         """Each layer's own latents and index keys."""
         return [
             [TokenRows.of("latents", cache.latents)] * layer.has_rows
-            + ([] if cache.index_keys is None else index_rows(cache.index_keys, layer.pool_size))
+            + index_rows(cache.index_keys if layer.key_width else None, layer.pool_size)
             for layer, cache in zip(self.sizes.layers, self.per_layer, strict=True)
-        ]
-
-    @property
-    def state_rows(self) -> list[StateRows]:
-        """Each layer's memory of requests."""
-        return [
-            StateRows(state.name, Items.in_pages(rows.flatten(2)), state.shape[0], state.num_last, state.num_parts)
-            for layer, cache in zip(self.sizes.layers, self.per_layer, strict=True)
-            for state, rows in zip(layer.states, cache.states, strict=True)
         ]
 
     @staticmethod
@@ -265,11 +166,9 @@ def plan_latents(
     Raises:
         ValueError: No sequences, a negative length, or a format that the model cannot have.
     """
-    if not seq_lens or min(seq_lens) < 0:
-        raise ValueError(f"seq_lens is {seq_lens}; it must be a list of lengths that are not negative")
     layers = tuple(layers)
-    return LatentPlan(
-        num_blocks=max(1, sum(num_blocks(seq_len, dcp) for seq_len in seq_lens)),
+    plan = LatentPlan(
+        num_blocks=1,
         dcp_size=dcp.decode_context_parallel_size,
         dtype=storage_dtype(dcp.kv_cache_dtype, dtype),
         index_dtype=index_storage_dtype(dcp.index_cache_dtype, dtype),
@@ -279,6 +178,7 @@ def plan_latents(
         layers=layers,
         interleave=dcp.cp_kv_cache_interleave_size,
     )
+    return plan.for_lengths(seq_lens)
 
 
 def num_blocks(seq_len: int, dcp: DCPConfig) -> int:

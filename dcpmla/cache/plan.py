@@ -1,16 +1,49 @@
-"""The sizes of a model's caches before they are allocated (`CachePlan`), and the caches of all layers (`Cache`)."""
+"""The sizes of a model's caches before they are allocated (`CachePlan`)."""
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor
 
-from dcpmla.cache.items import Items
-from dcpmla.cache.rows import StateRows, TokenRows
+from dcpmla.cache.carve import Described, carved_bytes
+
+_MANY = 64  # blocks or states of which bytes are counted: rows in pages of 64 fill whole pages
+
+
+class StateMemory(NamedTuple):
+    """Memory of fixed size that a layer keeps for each request.
+
+    Attributes:
+        name: Name of the content.
+        shape: Shape of a request's memory, rows first; the position p has row p % shape[0].
+        dtype: Dtype of the rows.
+        num_last, num_parts: Fields of `StateRows`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    num_last: int = 1
+    num_parts: int = 0
+
+
+class LayerTensors(NamedTuple):
+    """The memory of one layer's own on one rank, before it is allocated.
+
+    Attributes:
+        fields: Shape and dtype of each tensor, by the field of `layers.LayerCache`.
+        states: Memory of each request.
+        source: Number of an earlier layer, whose tensors the layer reads where it has none of its own; None for none.
+    """
+
+    fields: dict[str, Described]
+    states: tuple[StateMemory, ...] = ()
+    source: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,17 +86,37 @@ class CachePlan(ABC):
 
     @property
     @abstractmethod
+    def layer_tensors(self) -> list[LayerTensors]:
+        """Return the memory of each layer."""
+
+    @property
+    def tensors(self) -> list[Described]:
+        """Return the shape and dtype of each tensor, layer after layer; ids of tokens are left out."""
+        tensors = list[Described]()
+        for layer in self.layer_tensors:
+            tensors += layer.fields.values()
+            tensors += [((self.num_states, *state.shape), state.dtype) for state in layer.states]
+        return tensors
+
+    @property
+    def bytes_per_rank(self) -> int:
+        token_ids = 4 * self.tokens_total if self.keeps_token_ids else 0
+        return token_ids + sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors)
+
+    @property
+    def bytes_carved(self) -> int:
+        """Return the bytes of memory that a `Cache` can be cut from; ids of tokens are left out."""
+        return carved_bytes(self.tensors)
+
+    @cached_property
     def bytes_per_block(self) -> int:
         """Return the bytes of a block in all layers, on one rank."""
+        return (replace(self, num_blocks=self.num_blocks + _MANY).bytes_per_rank - self.bytes_per_rank) // _MANY
 
-    @property
+    @cached_property
     def bytes_per_state(self) -> int:
         """Return the bytes of a request's state in all layers, on each rank."""
-        return 0
-
-    @property
-    @abstractmethod
-    def bytes_per_rank(self) -> int: ...
+        return (replace(self, num_states=self.num_states + _MANY).bytes_per_rank - self.bytes_per_rank) // _MANY
 
     @property
     def bytes_total(self) -> int:
@@ -90,9 +143,21 @@ class CachePlan(ABC):
         """
         return 10**9 // max(1, self.bytes_per_block) * self.block_tokens
 
+    def for_lengths(self, seq_lens: Sequence[int]) -> Self:
+        """Return the plan with blocks for sequences of the given final lengths, each of which starts on a block of its
+        own.
+
+        Raises:
+            ValueError: No sequences, or a negative length.
+        """
+        if not seq_lens or min(seq_lens) < 0:
+            raise ValueError(f"seq_lens is {seq_lens}; it must be a list of lengths that are not negative")
+        return replace(self, num_blocks=max(1, sum(-(-seq_len // self.block_tokens) for seq_len in seq_lens)))
+
     @abstractmethod
-    def allocate(self, device: torch.device) -> "Cache":
-        """Allocate the caches, all zeros: an MTP module also reads rows that it has not written, which must not be NaN.
+    def allocate(self, device: torch.device) -> Any:
+        """Allocate the `layers.Cache`, all zeros: an MTP module also reads rows that it has not written, which must not
+        be NaN.
 
         Raises:
             ValueError: The device has too little memory.
@@ -107,66 +172,6 @@ class CachePlan(ABC):
                 f"{device}; shorten the context (--max-model-len, --max-new-tokens), send fewer prompts, shard over "
                 "more ranks (-dcp), or keep 8 bits of a value (--kv-cache-dtype)"
             )
-
-
-class Cache(ABC):
-    """The caches of all layers on one rank; `cache[layer]` is one layer's.
-
-    Attributes:
-        sizes: Plan of the cache.
-        per_layer: Memory of each layer.
-        loads: For each layer, ends of copies into its memory that its next step waits for.
-        starts: For each layer, events to record where its attention begins.
-        token_ids: Ids of tokens, int32 [num_blocks, block_tokens], the same on all ranks; None if not kept.
-    """
-
-    sizes: CachePlan
-    per_layer: Sequence[Any]
-    loads: Sequence[list[torch.cuda.Event]]
-    starts: Sequence[list[torch.cuda.Event]]
-    token_ids: Tensor | None = None
-
-    def __getitem__(self, layer: int) -> Any:
-        return self.per_layer[layer]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.per_layer)
-
-    @property
-    @abstractmethod
-    def tensors(self) -> list[Tensor]:
-        """Return all memory of the cache."""
-
-    @property
-    @abstractmethod
-    def token_rows(self) -> list[list[TokenRows]]:
-        """Return the rows under block ids in each layer, none where a layer reads an earlier one's."""
-
-    @property
-    def shared_rows(self) -> list[TokenRows]:
-        """Return the rows under block ids that belong to no layer."""
-        ids = self.token_ids
-        return [] if ids is None else [TokenRows.of("token ids", ids[..., None], is_shared=True)]
-
-    @property
-    def state_rows(self) -> list[StateRows]:
-        """Return the rows of states in all layers."""
-        return []
-
-    @property
-    def block_items(self) -> list[list[Items]]:
-        """Return the memory of blocks in each layer."""
-        return [[each.blocks for each in rows] for rows in self.token_rows]
-
-    @property
-    def state_items(self) -> list[Items]:
-        """Return the memory of states in all layers."""
-        return [each.states for each in self.state_rows]
-
-    def copy_state(self, source: int, target: int) -> None:
-        """Copy a request's state, which with the blocks is enough to continue a computation."""
-        pages = [items.pages for items in self.state_items]
-        torch._foreach_copy_([page[target] for page in pages], [page[source] for page in pages])
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -8,7 +8,7 @@ import torch
 from tqdm import tqdm
 
 from dcpmla.attention.step.metadata import StepBuilder
-from dcpmla.cache.plan import Cache
+from dcpmla.cache.layers import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.parallel.mesh import DCPMesh

@@ -11,7 +11,8 @@ from dcpmla.attention.step.chunks import max_chunk_tokens
 from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.host import HostMemory
-from dcpmla.cache.plan import Cache, CachePlan
+from dcpmla.cache.layers import Cache
+from dcpmla.cache.plan import CachePlan
 from dcpmla.cache.tier import HostTier
 from dcpmla.comm.select import ChosenExchange
 from dcpmla.config import DCPConfig
@@ -89,7 +90,7 @@ def load_engine(
         num_bytes = free_bytes(sharded, options, num_local_ranks, [mixed, *makers] if is_captured else [])
     plan = plan_cache(sharded, dcp, mesh, seq_lens, num_bytes, num_running, options.max_query_len - 1)
     with agree():
-        cache = plan.allocate(device)
+        cache: Cache = plan.allocate(device)
         memory, tier = make_host_memory(cache, options.kv_offloading_size, mesh.tp_size, num_local_ranks)
     folder = open_folder(options, files, dcp, plan, sharded, mesh)
     tier.disk = make_disk_tier(folder, memory, options, plan, mesh)

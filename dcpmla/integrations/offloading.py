@@ -3,7 +3,7 @@
 import psutil
 
 from dcpmla.cache.host import HostMemory
-from dcpmla.cache.plan import Cache
+from dcpmla.cache.layers import Cache
 from dcpmla.cache.tier import HostTier, count_slots
 
 _GIB = 1 << 30

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.stack import Stack
 from dcpmla.attention.step.metadata import StepMetadata
-from dcpmla.cache.plan import Cache
+from dcpmla.cache.layers import Cache
 from dcpmla.comm.reduce import Reduce
 from dcpmla.model.block import VocabHead
 from dcpmla.parallel.by_rows import by_rows

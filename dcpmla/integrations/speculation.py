@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.step.metadata import StepBuilder
-from dcpmla.cache.plan import Cache
+from dcpmla.cache.layers import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.decode_graphs import GraphMaker
 from dcpmla.integrations.families.table import family_of

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from dcpmla.attention.spec import AttentionLayer
 from dcpmla.attention.step.metadata import StepMetadata
-from dcpmla.cache.plan import Cache
+from dcpmla.cache.layers import Cache
 from dcpmla.comm.calls import NormedSum
 from dcpmla.comm.norm import add_norm, norm_rows
 from dcpmla.comm.reduce import Reduce

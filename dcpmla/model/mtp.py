@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from dcpmla.attention.step.metadata import StepMetadata
-from dcpmla.cache.plan import Cache
+from dcpmla.cache.layers import Cache
 from dcpmla.comm.norm import norm_rows
 from dcpmla.model.block import DecoderBlock
 from dcpmla.parallel.linear import Linear

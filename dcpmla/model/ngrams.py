@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dcpmla.attention.step.metadata import StepMetadata
-from dcpmla.cache.plan import Cache
+from dcpmla.cache.layers import Cache
 from dcpmla.model.buckets import Buckets
 from dcpmla.model.token_slots import TokenSlots
 from dcpmla.operators import is_on_gpu, nothing, operator

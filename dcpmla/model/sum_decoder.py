@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from dcpmla.attention.spec import AttentionLayer
 from dcpmla.attention.step.metadata import StepMetadata
-from dcpmla.cache.plan import Cache
+from dcpmla.cache.layers import Cache
 from dcpmla.comm.reduce import Reduce
 from dcpmla.model.calls import Sums
 from dcpmla.model.mlp import MLP

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from dcpmla.cache.host import HostMemory
-from dcpmla.cache.plan import Cache
+from dcpmla.cache.layers import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.agreement import News

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dcpmla.attention.step.metadata import Defer, StepBuilder, StepMetadata
 from dcpmla.attention.step.table import StepRequests
-from dcpmla.cache.plan import Cache
+from dcpmla.cache.layers import Cache
 from dcpmla.fields import check_fields, whole
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS

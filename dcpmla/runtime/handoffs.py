@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dcpmla.cache.blocks import block_key, salt_key
-from dcpmla.cache.plan import Cache
+from dcpmla.cache.layers import Cache
 from dcpmla.runtime.batch import Batch
 from dcpmla.runtime.loading import Arriving
 from dcpmla.runtime.progress import Progress

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from dcpmla.cache.copies import Copy
 from dcpmla.cache.host import HostMemory
-from dcpmla.cache.plan import Cache
+from dcpmla.cache.layers import Cache
 from dcpmla.runtime.batch import Batch
 from dcpmla.runtime.disk_offload import DiskOffload
 from dcpmla.runtime.loading import Loading

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from dcpmla.cache.plan import Cache
+from dcpmla.cache.layers import Cache
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.admission import Admission
 from dcpmla.runtime.agreement import Agreement, News

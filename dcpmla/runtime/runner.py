@@ -12,7 +12,7 @@ from dcpmla.attention.backends.calls import decode_workspace
 from dcpmla.attention.stack import Stack
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.attention.step.table import StepRequests
-from dcpmla.cache.plan import Cache
+from dcpmla.cache.layers import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.agreement import Agreement
 from dcpmla.runtime.batch import Batch, Piece

@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from dcpmla.cache.items import Items
-from dcpmla.cache.plan import Cache
+from dcpmla.cache.layers import Cache
 from dcpmla.transfer.layout import CacheLayout
 from dcpmla.transfer.route import Part, Piece
 from dcpmla.upload import upload

@@ -17,7 +17,8 @@ from dcpmla.attention.select.step import with_selection
 from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.formats import is_quantized, to_cache_rows
-from dcpmla.cache.latent import LayerCache, num_blocks
+from dcpmla.cache.latent import num_blocks
+from dcpmla.cache.layers import LayerCache
 from dcpmla.comm.select import select_exchange
 from dcpmla.indexer_config import IndexerConfig
 from tests.support.layouts import dcp_config

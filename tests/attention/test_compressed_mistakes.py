@@ -27,16 +27,16 @@ def check_errors() -> None:
         steps = StepBuilder(layers.plan.dcp, 0, "cpu", compressed_traits(layers.plan))
         return steps.build(requests, num_decodes=num_decodes)
 
-    other_rows = cache._replace(rows=cache.rows[1:])
-    other_dtype = cache._replace(rows=cache.rows.double())
+    other_rows = cache._replace(latents=cache.latents[1:])
+    other_dtype = cache._replace(latents=cache.latents.double())
     other_keys = cache._replace(index_keys=None)
     many_blocks = dataclasses.replace(step, num_blocks=layers.plan.num_blocks + 1)
     for match, call in (
         ("hidden_states has shape", lambda: layer(rows[:1], cache, step)),
         ("hidden_states has shape", lambda: layer(rows[:, 1:], cache, step)),
-        ("expected a CompressedLayerCache", lambda: layer(rows, cache.rows, step)),
-        ("cache.rows has shape", lambda: layer(rows, other_rows, step)),
-        ("cache.rows has shape", lambda: layer(rows, other_dtype, step)),
+        ("expected a LayerCache", lambda: layer(rows, cache.latents, step)),
+        ("cache.latents has shape", lambda: layer(rows, other_rows, step)),
+        ("cache.latents has shape", lambda: layer(rows, other_dtype, step)),
         ("index_cache", lambda: layer(rows, other_keys, step)),
         ("call with_angles", lambda: layer(rows, cache, dataclasses.replace(step, shared={}))),
         ("the cache has", lambda: layer(rows, cache, many_blocks)),

@@ -18,9 +18,9 @@ from torch.utils import deterministic
 
 from dcpmla import DCPConfig
 from dcpmla.attention.backends.calls import DecodeCall
-from dcpmla.attention.layers.compressed import lists, prefill
+from dcpmla.attention.layers.compressed import prefill
 from dcpmla.attention.layers.compressed.config import CompressedConfig
-from dcpmla.attention.layers.compressed.lists import RowLists
+from dcpmla.attention.layers.compressed.prefill import RowLists
 from dcpmla.attention.layers.compressed.step import CompressedMetadata
 from dcpmla.cache.shared_rows import read_rows
 from dcpmla.comm.exchange import Exchange
@@ -148,9 +148,9 @@ def count_lists() -> None:
     dcp, lengths = layout(1, 1, 1), [sum(tokens) for tokens in zip(*TURNS, strict=True)]
     hidden = [hidden_states(i, length) for i, length in enumerate(lengths)]
     with torch.no_grad():
-        for limit, num_layers in ((lists.KEPT_ROWS, 1), (0, 3)):
+        for limit, num_layers in ((prefill.KEPT_ROWS, 1), (0, 3)):
             listing = patch.object(RowLists, "_list_windows", autospec=True, side_effect=RowLists._list_windows)
-            with patch.object(lists, "KEPT_ROWS", limit), listing as listed:
+            with patch.object(prefill, "KEPT_ROWS", limit), listing as listed:
                 Layers(tiny(**FEW_HEADS), dcp, lengths).run(TURNS, hidden)
             assert listed.call_count == num_layers * len(TURNS)
 
@@ -207,22 +207,23 @@ def check_peak(layers: Layers, requests: list[tuple[int, int]]) -> None:
             layer.touch_peak_memory(sum(new))
         with Allocations() as taken:
             q, rows = (torch.randn(sum(new), *shape) for shape in ((layer.num_heads, width), (width,)))
-            window = read_rows(cache.rows, compressed.context.window_slots[layer.ring], width, layer.down_proj.dtype)
-            arguments = (window, rows), cache.rows, compressed, layer.kind, selection
-            prefill.attend_prefill(q, *arguments, layer.exchange, layers.dcp)
+            window = read_rows(cache.latents, compressed.context.window_slots[layer.ring], width, layer.down_proj.dtype)
+            arguments = (window, rows), cache.latents, compressed, layer.kind, selection
+            parts = zip(*prefill.attend_prefill(q, *arguments, layer.exchange, layers.dcp), strict=True)
+            joined = [torch.cat(part) if len(part) > 1 else part[0] for part in parts]
+            del parts, joined
         assert taken.peak <= profiled.peak, (layer.kind, requests)
-    assert sum(part.numel() for parts in compressed.context.kept.values() for part in parts) <= lists.KEPT_ROWS
+    assert sum(part.numel() for parts in compressed.context.kept.values() for part in parts) <= prefill.KEPT_ROWS
 
 
 def check_peaks() -> None:
     sizes = {"head_dim": 256, "num_attention_heads": 2, "o_groups": 2}
     cases = ([(5, 40000)], 2048), ([(20, 600)] * 6, 256), ([(64, 0), (300, 700)], 256)
     small_tiles = patch.multiple(prefill, LISTED_ROWS=512, PART_ROWS=64, KEPT_ROWS=100)
-    few_kept = patch.object(lists, "KEPT_ROWS", 100)
     no_scores = patch.object(prefill, "mla_decode", attend_to_nothing)
     for (requests, num_rows), in_place in itertools.product(cases, (True, False)):
         choice = patch.object(CompressedConfig, "moves_queries", return_value=in_place)
-        with small_tiles, few_kept, no_scores, choice:
+        with small_tiles, no_scores, choice:
             dcp = layout(1, 1, 1, context_workspace_tokens=num_rows)
             check_peak(Layers(tiny(**sizes), dcp, [new + cached for new, cached in requests]), requests)
 

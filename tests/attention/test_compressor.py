@@ -73,7 +73,8 @@ def test_entries_are_those_of_whole_prompts(data: st.DataObject) -> None:
     found: list[dict[int, Tensor]] = [{} for _ in totals]
     for rank in range(size):
         cache = torch.full(plan.rows_shape(ratio), torch.nan)
-        sums = torch.full(plan.sums_shape(config.layer_kinds[0], width), torch.nan)
+        shape = plan.sums(config.layer_kinds[0], width).shape[1:]
+        sums = torch.full((plan.num_states * plan.num_copies, *shape), torch.nan)
         done = [0] * len(totals)
         for new, gone in zip(lens, rejected, strict=True):
             step, parts = build(plan, rank, new, done, tables)

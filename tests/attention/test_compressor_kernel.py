@@ -117,7 +117,7 @@ def compressor_cases(
     plan = plan_compressed(config, dcp, totals, dtype, 4, num_drafts=2 * (rank % 2))
     shape = plan.index_shape(kind.ratio) if is_index else plan.rows_shape(kind.ratio)
     cache = torch.empty(shape, dtype=plan.index_dtype if is_index else plan.dtype)
-    sums = torch.full(plan.sums_shape(kind, width), torch.nan)
+    sums = torch.full((plan.num_states * plan.num_copies, *plan.sums(kind, width).shape[1:]), torch.nan)
     cache.view(torch.uint8).fill_(POISON)
     tables = tables_of(plan, totals)
     halves, num_columns = config.num_halves(kind), 2 if kind.ratio > 1 else 1

@@ -16,9 +16,8 @@ from torch import Tensor
 from transformers.models.kimi_linear import modeling_kimi_linear as theirs
 
 from dcpmla.attention.layers.linear.calls import DeltaCall, DeltaRequests, DeltaState, DeltaTokens, DeltaWeights
-from dcpmla.attention.layers.linear.chunked import attend_in_chunks, has_library
 from dcpmla.attention.layers.linear.config import DeltaConfig
-from dcpmla.attention.layers.linear.delta import delta_attention, log_decay
+from dcpmla.attention.layers.linear.delta import attend_in_chunks, delta_attention, has_library, log_decay
 from dcpmla.attention.layers.linear.spec import DeltaSpec
 from dcpmla.attention.layers.linear.step import DeltaMetadata, delta_metadata
 from dcpmla.attention.step import long_pieces

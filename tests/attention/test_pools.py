@@ -90,14 +90,12 @@ def test_parts_hold_each_token_once(query_lens: list[int], num_sums: int, width:
     contexts = data.draw(st.lists(st.integers(0, 9), min_size=len(query_lens), max_size=len(query_lens)))
     ends = [context + new for context, new in zip(contexts, query_lens, strict=True)]
     tables = [[3 * index, 3 * index + 1, 3 * index + 2] for index in range(len(ends))]
-    steps = StepBuilder(DCPConfig(block_size=8), 0)
-    step = steps.build(StepRequests(query_lens, ends, tables), width, num_decodes)
-    first, end = torch.tensor(contexts, dtype=torch.int32), torch.tensor(ends, dtype=torch.int32)
-    states = torch.arange(len(ends), dtype=torch.int32)
-    requests = first, end, states
+    traits = StepTraits(plan=SimpleNamespace(num_copies=num_sums), num_states=len(ends))
+    steps = StepBuilder(DCPConfig(block_size=8), 0, "cpu", traits)
+    step = steps.build(StepRequests(query_lens, ends, tables, range(len(ends))), width, num_decodes)
     assert step.table.begin.tolist() == contexts
     assert step.table.end.tolist() == ends
-    parts = pool_updates((step.tokens.positions, step.tokens.request), requests, num_sums, step.decode)
+    parts = pool_updates(step, step.tokens.positions)
     assert len(parts) <= num_sums
     for index, (context, stop) in enumerate(zip(contexts, ends, strict=True)):
         bounds = [(int(part.first_position[index]), int(part.end[index])) for part in parts]

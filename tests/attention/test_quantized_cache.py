@@ -22,7 +22,8 @@ from dcpmla.attention.mla.fp8_scales import KV_SCALE_NAMES, calculate_scale_, mi
 from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.formats import to_fp8, to_latents
-from dcpmla.cache.latent import LayerCache, num_blocks
+from dcpmla.cache.latent import num_blocks
+from dcpmla.cache.layers import LayerCache
 from dcpmla.comm.exchange import LocalExchange
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.checkpoint import Checkpoint

@@ -6,10 +6,9 @@ The kernel runs on a GPU, in Triton's interpreter without one.
 import pytest
 import torch
 
-from dcpmla.attention.layers.compressed import window_rings
+from dcpmla.attention.layers.compressed import visible
 from dcpmla.attention.layers.compressed.calls import VisibleTokens
-from dcpmla.attention.layers.compressed.visible import visible_rows
-from dcpmla.attention.layers.compressed.window_rings import ring_states, visible_in_rings
+from dcpmla.attention.layers.compressed.visible import ring_states, visible_in_rings, visible_rows
 from dcpmla.ownership import Owner
 from tests.support.shared_memory import run_interpreted
 
@@ -54,7 +53,7 @@ def check_kernel(device: str) -> None:
             call = VisibleTokens(positions, request, states, table[:num_reqs], *SIZES, owner)
             expected = [visible_rows(call._replace(states=ring)) for ring in rings]
             there = *(each.to(device) for each in (positions, request)), ring_states(states.to(device), num_rings, 5)
-            window_rings.visible_rows = kernels.visible_rows  # type: ignore[assignment]  # not the torch code
+            visible.visible_rows = kernels.visible_rows  # type: ignore[assignment]  # not the torch code
             rows, num = visible_in_rings(VisibleTokens(*there, table[:num_reqs].to(device), *SIZES, owner))
             for ring, (rows_expected, num_expected) in enumerate(expected):
                 assert num[ring].tolist() == num_expected.tolist()
@@ -69,5 +68,5 @@ def test_the_kernel_in_the_interpreter() -> None:
 
 @pytest.mark.gpu
 def test_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window_rings, "visible_rows", visible_rows)  # undone afterwards
+    monkeypatch.setattr(visible, "visible_rows", visible_rows)  # undone afterwards
     check_kernel("cuda")

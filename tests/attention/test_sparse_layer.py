@@ -18,7 +18,8 @@ from dcpmla.attention.select.step import SelectedTokens, SparseMetadata, with_se
 from dcpmla.attention.step import metadata as metadata_module
 from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
-from dcpmla.cache.latent import LayerCache, num_blocks
+from dcpmla.cache.latent import num_blocks
+from dcpmla.cache.layers import LayerCache
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.families.table import attention_of
 from tests.attention.test_layer import layout
@@ -64,7 +65,7 @@ def run_layers(
     index_layers = [number for number, layer in enumerate(layers) if layer.indexer is not None]
     plan = LatentCache.plan(layers[0].config, dcp, len(layers), total, torch.float32, index_layers)
     cache = LatentCache(plan, torch.device("cpu"))
-    for memory in (*cache.layers, *cache.index_layers):
+    for memory in cache.tensors:
         memory.view(torch.uint8).fill_(0xFF)  # a NaN, in every format
     blocks = iter(range(plan.num_blocks - 1, -1, -1))
     tables = [[next(blocks) for _ in range(num_blocks(length, dcp))] for length in total]

@@ -136,7 +136,7 @@ def block_sizes() -> list[tuple[int, int]]:
 
 def test_blocks_hold_as_many_entries_as_in_the_model() -> None:
     config, block_size = tiny(), DCPConfig().block_size
-    per_block = [config.entries_per_block(ratio, block_size) for ratio in (1, 4, 128)]
+    per_block = [block_size * config.row_tokens // ratio for ratio in (1, 4, 128)]
     assert run_ranks(1, block_sizes)[0] == [(block_size * config.row_tokens, number) for number in per_block]
 
 

@@ -144,7 +144,7 @@ build_engine, built = bench_serve.build_engine, []
 def build_alone(*arguments):
     assert not any(reference() for reference in built)
     engine, selection = build_engine(*arguments)
-    built.extend([weakref.ref(engine.cache.layers[0]), weakref.ref(engine.model.head.linear.weight)])
+    built.extend([weakref.ref(engine.cache[0].latents), weakref.ref(engine.model.head.linear.weight)])
     return engine, selection
 
 bench_serve.build_engine = build_alone

@@ -144,10 +144,10 @@ def stacks_of(cuts: list[tuple[int, int]]) -> list[StackOfRank]:
             torch.manual_seed(0)  # the same hidden states on all ranks, as in a model
             sizes = StackSizes(init_mesh(tp, dcp), 2, 3, 70, torch.device("cpu"), torch.float32)
             stack = LayerStack(config, sizes)
-            before = [rows.clone() for rows in stack.cache.layers]
+            before = [rows.clone() for rows in stack.cache.tensors]
             out = stack.step()
             written = sum(
-                int((rows != old).any(-1).sum()) for rows, old in zip(stack.cache.layers, before, strict=True)
+                int((rows != old).any(-1).sum()) for rows, old in zip(stack.cache.tensors, before, strict=True)
             )
             everyone = [torch.empty_like(out) for _ in range(4)]
             torch.distributed.all_gather(everyone, out)

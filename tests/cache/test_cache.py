@@ -18,7 +18,8 @@ from dcpmla.attention.mla.prefill import read_cache_rows
 from dcpmla.attention.stack import Stack
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.formats import write_latents
-from dcpmla.cache.latent import LayerCache, num_blocks
+from dcpmla.cache.latent import num_blocks
+from dcpmla.cache.layers import LayerCache
 from dcpmla.integrations.families.table import attention_of
 from dcpmla.planning.capacity import capacity_table
 from tests.support.layouts import dcp_config
@@ -185,7 +186,7 @@ def test_capacities_are_those_of_caches(config: MLAConfig) -> None:
         (storage, size) for storage in (torch.bfloat16, torch.float8_e4m3fn, torch.uint8) for size in (1, 4)
     ]
     for plan in plans:
-        layers = LatentCache(plan, torch.device("cpu")).layers
+        layers = LatentCache(plan, torch.device("cpu")).tensors
         num_bytes = sum(layer.nbytes for layer in layers)
         assert num_bytes <= 10**6 < num_bytes + num_bytes // plan.num_blocks  # not one block more
         assert plan.tokens_total == plan.dcp_size * layers[0].shape[0] * layers[0].shape[1]
@@ -235,7 +236,7 @@ def test_plan_speaks_in_numbers(config: MLAConfig) -> None:
 
 def test_sequences_without_tokens_still_give_a_cache(config: MLAConfig) -> None:
     plan = LatentCache.plan(config, make_dcp(2), 1, [0, 0], torch.float32)
-    assert LatentCache(plan, torch.device("cpu")).layers[0].shape[0] >= 1
+    assert LatentCache(plan, torch.device("cpu"))[0].latents.shape[0] >= 1
 
 
 @pytest.mark.parametrize("seq_lens", [[], [5, -1]])
@@ -256,7 +257,7 @@ def test_a_plan_that_cannot_fit_is_refused_before_it_is_allocated(
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("allocated")
 
-    monkeypatch.setattr("dcpmla.cache.latent.zeros", refuse)
+    monkeypatch.setattr("dcpmla.cache.layers.zeros", refuse)
     plan = LatentCache.plan(config, make_dcp(2), 1, [2**40], torch.float32)
     with pytest.raises(ValueError, match=r"do not fit into the [\d,]+ bytes free on cpu") as error:
         LatentCache(plan, torch.device("cpu"))

@@ -79,8 +79,8 @@ def test_layers_of_the_models() -> None:
     }
     assert kinds == {"flash": [2, 21, 20], "pro": [0, 30, 31]}
     assert FLASH.ratios == (4, 128)
-    assert FLASH.entries_per_block(4, 64) == 64
-    assert FLASH.entries_per_block(128, 64) == 2
+    plan = plan_of(FLASH, 1, [1])
+    assert (plan.entries_per_block(4), plan.entries_per_block(128)) == (64, 2)
 
 
 @settings(max_examples=30, deadline=None)
@@ -103,8 +103,9 @@ def test_a_plan_counts_what_is_allocated(size: int, num_states: int, seq_lens: l
         rows = plan.window_rows(kind.ratio) + (
             plan.num_blocks * plan.entries_per_block(kind.ratio) if kind.ratio else 0
         )
-        assert layer.rows.shape[0] * layer.rows.shape[1] >= rows
-        assert (layer.sums is None, layer.index_keys is None) == (not kind.ratio, not kind.has_indexer)
+        assert layer.latents.shape[0] * layer.latents.shape[1] >= rows
+        assert len(layer.states) == (kind.ratio > 0) + kind.has_indexer
+        assert (layer.index_keys is None) == (not kind.has_indexer)
         if kind.ratio:  # entries begin with a block of their own
             assert plan.window_rows(kind.ratio) % plan.entries_per_block(kind.ratio) == 0
             assert plan.window_rows(kind.ratio) >= num_states * plan.ring_rows
@@ -125,10 +126,10 @@ def test_a_state_is_copied_alone() -> None:
         assert 0 < changed <= cache.sizes.bytes_per_state
         ring = cache.sizes.ring_rows
         for layer in cache:
-            rows = layer.rows.flatten(0, 1) if kv == "auto" else layer.rows.flatten(1).repeat_interleave(64, 0)
+            rows = layer.latents.flatten(0, 1) if kv == "auto" else layer.latents.flatten(1).repeat_interleave(64, 0)
             assert torch.equal(rows[3 * ring : 4 * ring], rows[ring : 2 * ring])
-            for sums in (layer.sums, layer.index_sums):
-                assert sums is None or torch.equal(sums[1], sums[3])
+            for sums in layer.states:
+                assert torch.equal(sums[1], sums[3])
 
 
 @pytest.mark.parametrize(

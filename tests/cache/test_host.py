@@ -11,7 +11,7 @@ from dcpmla import DCPConfig
 from dcpmla.cache.host import HostMemory
 from dcpmla.cache.host_rows import PAGE_BYTES, runs
 from dcpmla.cache.latent import LatentCache, LatentPlan, LayerMemory
-from dcpmla.cache.plan import Cache
+from dcpmla.cache.layers import Cache
 from dcpmla.cache.shared_format import row_items, rows_shape
 from dcpmla.cache.shared_rows import read_rows, write_rows
 from dcpmla.cache.tier import HostTier, SlotTable, Tier

@@ -20,6 +20,7 @@ import transformers
 
 from dcpmla.attention.layers.pooled import step as pooled_step
 from dcpmla.attention.select.entries import PoolUpdate
+from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.plan import CachePlan
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
@@ -374,9 +375,10 @@ def check_rounded(logits: torch.Tensor, exact: torch.Tensor, row: Row) -> None:
     assert 1e-3 < float(errors.median()) < 0.25, (row, errors)
 
 
-def cut_by_width(tokens: Any, requests: Any, num_sums: int, decode: Any) -> tuple[PoolUpdate, ...]:
+def cut_by_width(step: StepMetadata, positions: torch.Tensor) -> tuple[PoolUpdate, ...]:
     """Cut parts with a fault: as many as a segment has tokens, though an absorbed piece may have more."""
-    first, end, states = requests
+    decode, num_sums, tokens = step.decode, step.layout.traits.plan.num_copies, (positions, step.tokens.request)
+    first, end, states = step.table.begin, step.table.end, step.table.states
     num_decodes, num_parts = (0, 1) if decode is None else (len(decode.block_table), decode.max_query_len)
     parts = []
     for _ in range(num_parts):

@@ -10,7 +10,7 @@ import torch
 
 from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.cache.latent import LatentCache, LatentPlan, LayerMemory
-from dcpmla.cache.plan import Cache
+from dcpmla.cache.layers import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations import decode_graphs
 from dcpmla.integrations.decode_graphs import GraphMaker

@@ -13,7 +13,7 @@ from dcpmla import DCPConfig, ExternalAttention, MLAAttention, MLAModules, Place
 from dcpmla.attention.select.step import SparseMetadata, with_selection
 from dcpmla.attention.step.metadata import StepBuilder, StepMetadata
 from dcpmla.attention.step.table import StepRequests
-from dcpmla.cache.latent import LayerCache
+from dcpmla.cache.layers import LayerCache
 from dcpmla.integrations.external.indexer import IndexerModules, rotated_first
 from dcpmla.integrations.external.selection import with_selected
 from tests.attention.test_layer import layout

@@ -60,7 +60,7 @@ def generate(directory: Path, dcp: DCPConfig) -> tuple[Outcome, list[float]]:
     cache = LatentCache(
         LatentCache.plan(model.attention.config, dcp, model.attention.num_layers, seq_lens, torch.float32), device
     )
-    for rows in cache.layers:
+    for rows in cache.tensors:
         rows.view(torch.uint8).fill_(0xFF)
     steps = model.attention.step_builder(cache.sizes, dcp, mesh.dcp_rank, device)
     # It runs the padded step, without a GPU.

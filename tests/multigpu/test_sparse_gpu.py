@@ -56,7 +56,7 @@ def run_layer(
     """Return the outputs of the new tokens, and the sorted positions that each selected."""
     total, dcp = [cached + new for cached, new in BATCH], layer.dcp
     cache = LatentCache(LatentCache.plan(layer.config, dcp, 1, total, torch.bfloat16), device)
-    for memory in (*cache.layers, *cache.index_layers):
+    for memory in cache.tensors:
         memory.view(torch.uint8).fill_(0xFF)
     blocks = iter(range(cache.sizes.num_blocks))
     tables = [[next(blocks) for _ in range(num_blocks(length, dcp))] for length in total]

@@ -65,7 +65,7 @@ def test_bytes_are_what_the_cache_allocates(dcp_size: int, tmp_path: Path) -> No
     assert isinstance(plan, CompressedPlan)
     cache = plan.allocate(torch.device("cpu"))
     assert sum(tensor.nbytes for tensor in cache.tensors) == plan.bytes_per_rank
-    assert cache[2].rows is cache[1].rows
+    assert cache[2].latents is cache[1].latents
     assert cache[5].index_keys is cache[3].index_keys
     assert plan.bytes_per_block == (8 // 2 + 8) * (16 + 16) * 4
 

@@ -266,8 +266,9 @@ def test_sharding_keeps_its_gain_with_index_caches(read: Callable[[], ModelSize]
         assert asdict(setting).items() <= asdict(plan).items()
         assert plan.kv_bytes_per_token == shard.bytes_per_token
         block = LatentCache(replace(shard, num_blocks=1), torch.device("cpu"))
-        assert len(block.index_layers) == num_indexers
-        assert {layer.nbytes for layer in block.index_layers} == {64 * {"auto": 256, "fp8": 132}[index]}
-        num_bytes = sum(layer.nbytes for layer in [*block.layers, *block.index_layers])
+        index_keys = [layer.index_keys for layer in block if layer.index_keys is not None]
+        assert len(index_keys) == num_indexers
+        assert {keys.nbytes for keys in index_keys} == {64 * {"auto": 256, "fp8": 132}[index]}
+        num_bytes = sum(memory.nbytes for memory in block.tensors)
         assert num_bytes == 64 * shard.bytes_per_token
         assert shard.num_blocks == room // num_bytes

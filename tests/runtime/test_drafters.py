@@ -57,7 +57,7 @@ def make_mtp_engine(
         num_blocks=num_blocks, block_size=BLOCK, layers=(LayerMemory(2),), dtype=torch.float32, dcp_size=1
     )
     cache = LatentCache(plan, device)
-    cache.layers[0].fill_(torch.nan)
+    cache[0].latents.fill_(torch.nan)
     dcp = DCPConfig(block_size=BLOCK, context_workspace_tokens=BLOCK * 16)
     limits = cache, StepBuilder(dcp, 0), MESH, min(max_num_seqs, max_num_batched_tokens), 100
     graph = StepGraph.decodes(model.decode, torch.tensor(0), *limits, 1 + num_drafts)

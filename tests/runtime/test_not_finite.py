@@ -38,8 +38,8 @@ class BadModel(HashModel):
         logits = super().hidden(token_ids, metadata, cache)
         mine = metadata.tokens.slots >= 0
         rows = torch.stack([token_ids, metadata.tokens.positions], -1)
-        cache.layers[0].view(-1, 2)[metadata.tokens.slots[mine]] = rows[mine].float()
-        ends = self._sequences(token_ids, metadata, cache.layers[0].view(-1, 2))
+        cache[0].latents.view(-1, 2)[metadata.tokens.slots[mine]] = rows[mine].float()
+        ends = self._sequences(token_ids, metadata, cache[0].latents.view(-1, 2))
         for at, (sequence, _) in ends.items():
             if sequence[:1] == [BAD] and len(sequence) >= self.length:
                 logits[at, 3:] = self.value

@@ -3,7 +3,7 @@
 from dcpmla.attention.layers.compressed.cache import CompressedPlan
 from dcpmla.attention.layers.compressed.config import CompressedConfig, LayerKind
 from dcpmla.attention.layers.compressed.step import CompressedMetadata, compressed_traits
-from dcpmla.attention.select.entries import PoolUpdate
+from dcpmla.attention.select.entries import PoolUpdate, pool_updates
 from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.indexer_config import IndexerConfig
@@ -46,5 +46,4 @@ def build(
         ),
         max_decode_query_len=1 + plan.num_drafts,
     )
-    compressed = CompressedMetadata.of(step)
-    return compressed, compressed.parts_of(step.decode)
+    return CompressedMetadata.of(step), pool_updates(step, step.tokens.positions)

@@ -4,7 +4,7 @@ from typing import Any
 
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.host import HostMemory
-from dcpmla.cache.plan import Cache
+from dcpmla.cache.layers import Cache
 from dcpmla.cache.tier import HostTier
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.costs import TOKEN_COSTS, PieceCosts

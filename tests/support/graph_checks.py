@@ -126,7 +126,7 @@ def check_rows(
     """Replays against the padded step (bit for bit, results and caches) and against the bare one (exact_to), over
     poisoned caches.
     """
-    builder = new_builder(dcp, mesh, input_like.device, bool(cache.index_layers))
+    builder = new_builder(dcp, mesh, input_like.device, cache[0].index_keys is not None)
     graph = StepGraph.decodes(step, input_like, cache, builder, mesh, MAX_NUM_SEQS, MAX_MODEL_LEN)
     eager = StepGraph.decodes(step, input_like, cache, builder, mesh, MAX_NUM_SEQS, MAX_MODEL_LEN)
     skew()
@@ -134,7 +134,7 @@ def check_rows(
         graph.capture()
         assert graph.is_captured
     generator, num_compared = torch.Generator().manual_seed(0), 0
-    for requests, metadata in steps(dcp, mesh, input_like.device, generator, bool(cache.index_layers)):
+    for requests, metadata in steps(dcp, mesh, input_like.device, generator, cache[0].index_keys is not None):
         inputs = draw(metadata.num_tokens, generator)
         before = poison(cache, metadata, dcp, generator)
         skew()
@@ -174,7 +174,7 @@ def new_cache(
 
 
 def memory_of(cache: LatentCache) -> list[Tensor]:
-    return [*cache.layers, *cache.index_layers]
+    return cache.tensors
 
 
 def steps(

@@ -53,7 +53,7 @@ class HashModel:
     def hidden(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
         """Return the logits of all tokens."""
         logits = torch.zeros(len(token_ids), VOCAB_SIZE)
-        rows, mine = cache.layers[0].view(-1, 2), metadata.tokens.slots >= 0
+        rows, mine = cache[0].latents.view(-1, 2), metadata.tokens.slots >= 0
         rows[metadata.tokens.slots[mine]] = torch.stack([token_ids, metadata.tokens.positions], -1)[mine].float()
         if metadata.defer is not None and metadata.decode is not None:  # as layers do (`MLAAttention.attend`)
             self._compute(token_ids, cache, logits, metadata)
@@ -67,7 +67,7 @@ class HashModel:
         return metadata
 
     def _compute(self, token_ids: Tensor, cache: LatentCache, logits: Tensor, metadata: StepMetadata) -> None:
-        token_ids, rows = token_ids[: metadata.num_tokens], cache.layers[0].view(-1, 2)
+        token_ids, rows = token_ids[: metadata.num_tokens], cache[0].latents.view(-1, 2)
         ends = self._sequences(token_ids, metadata, rows)
         self.steps.append([num_new for _, num_new in ends.values()])
         for at, (sequence, _) in ends.items():
@@ -210,7 +210,7 @@ def make_engine(
         num_blocks=num_blocks, block_size=BLOCK, layers=(LayerMemory(2),), dtype=torch.float32, dcp_size=1
     )
     cache = LatentCache(plan, torch.device("cpu"))
-    cache.layers[0].fill_(torch.nan)
+    cache[0].latents.fill_(torch.nan)
     alignment = 2 * TILE if deterministic else BLOCK
     workspace = alignment * max(1, max_num_seqs)
     dcp = DCPConfig(block_size=BLOCK, context_workspace_tokens=workspace, deterministic=deterministic)

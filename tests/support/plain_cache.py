@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from dcpmla.cache.plan import Cache
+from dcpmla.cache.layers import Cache
 from dcpmla.cache.rows import StateRows, TokenRows
 from dcpmla.transfer.layout import CacheLayout, StateSpec, TokenSpec
 from dcpmla.transfer.parts import RowMover

@@ -47,7 +47,7 @@ class RandomModel(HashModel):
         return logits
 
     def _compute(self, token_ids: Tensor, cache: LatentCache, logits: Tensor, metadata: StepMetadata) -> None:
-        ends = self._sequences(token_ids[: metadata.num_tokens], metadata, cache.layers[0].view(-1, 2))
+        ends = self._sequences(token_ids[: metadata.num_tokens], metadata, cache[0].latents.view(-1, 2))
         self.steps.append([num_new for _, num_new in ends.values()])
         self._found.update({at: self.logits_after(sequence) for at, (sequence, _) in ends.items() if sequence})
 

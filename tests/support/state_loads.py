@@ -11,8 +11,8 @@ import torch
 
 from dcpmla.attention.layers.compressed.cache import CompressedPlan
 from dcpmla.cache.blocks import BlockAllocator
-from dcpmla.cache.latent import LayerCache
-from dcpmla.cache.plan import Cache, CachePlan
+from dcpmla.cache.layers import Cache, LayerCache
+from dcpmla.cache.plan import CachePlan
 from dcpmla.cache.states import StatePool, Worth
 from dcpmla.cache.tier import HostTier
 from dcpmla.config import DCPConfig
@@ -155,7 +155,9 @@ def block_memory(cache: Cache) -> list[torch.Tensor]:
     views = []
     for layer, kind in zip(cache, plan.config.layer_kinds, strict=True):
         if kind.ratio:
-            views.append(layer.rows[plan.window_rows(kind.ratio) :].view(plan.num_blocks, -1, *layer.rows.shape[1:]))
+            views.append(
+                layer.latents[plan.window_rows(kind.ratio) :].view(plan.num_blocks, -1, *layer.latents.shape[1:])
+            )
         if layer.index_keys is not None:
             views.append(layer.index_keys)
     return views

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dcpmla.attention.stack import Stack
 from dcpmla.cache.items import Items
-from dcpmla.cache.plan import Cache
+from dcpmla.cache.layers import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.families.table import attention_of
 from dcpmla.transfer.layout import CacheLayout, describe

@@ -22,7 +22,7 @@ from dcpmla.attention.select.step import SelectedTokens, SparseMetadata, check_s
 from dcpmla.attention.step.chunks import PrefillMetadata
 from dcpmla.attention.step.metadata import DecodeMetadata, StepMetadata, begin_attention, part_tokens
 from dcpmla.cache.formats import check_cache, is_quantized, row_width
-from dcpmla.cache.latent import LayerCache
+from dcpmla.cache.layers import LayerCache
 from dcpmla.config import MLAConfig
 from dcpmla.parallel.linear import Weight
 from dcpmla.parallel.quantized import PlainRows, QuantizedRows, plain

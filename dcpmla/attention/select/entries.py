@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dcpmla.attention.step.metadata import DecodeMetadata
+from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.ownership import Owner
 
 
@@ -75,22 +75,18 @@ class Pooling(NamedTuple):
     slots: Tensor | None = None
 
 
-def pool_updates(
-    tokens: tuple[Tensor, Tensor],
-    requests: tuple[Tensor, Tensor, Tensor],
-    num_sums: int,
-    decode: DecodeMetadata | None,
-) -> tuple[PoolUpdate, ...]:
+def pool_updates(step: StepMetadata, positions: Tensor) -> tuple[PoolUpdate, ...]:
     """Return the parts of a step: one if no token may be rejected. Otherwise each of a decode's last num_sums tokens
     ends a part, because a later step may continue after each of these tokens. Prefills are in the first part.
 
+    A request has num_sums copies of its sums: one, and one for each draft that may be rejected.
+
     Args:
-        tokens: Positions [T] int64 and requests [T] int32 of the step's tokens.
-        requests: First position, end and state of each request [num_reqs], int32.
-        num_sums: Copies of a request's sums: one, and one for each draft that may be rejected.
-        decode: Decodes of the step, of any number of tokens; None without any.
+        step: Step over a cache with sums.
+        positions: Positions [T] int64 of the step's tokens; -1 for those that are in no entry.
     """
-    first, end, states = requests
+    decode, num_sums = step.decode, step.layout.traits.plan.num_copies
+    tokens, first, end, states = (positions, step.tokens.request), step.table.begin, step.table.end, step.table.states
     if num_sums == 1:
         return (PoolUpdate(*tokens, first, end, states, states),)
     sums, num_decodes, num_parts = states * num_sums, 0, 1

@@ -14,7 +14,7 @@ from dcpmla.attention.select.projections import norm_rope_index_keys, rope_index
 from dcpmla.attention.select.selector import TokenSelector
 from dcpmla.attention.select.step import SparseMetadata
 from dcpmla.attention.step.metadata import StepMetadata
-from dcpmla.cache.latent import LayerCache
+from dcpmla.cache.layers import LayerCache
 from dcpmla.config import MLAConfig
 from dcpmla.indexer_config import IndexerConfig
 from dcpmla.parallel.linear import Linear, Weight, fill, read_linear, read_weight

@@ -234,7 +234,7 @@ def _described(tensor: Tensor | None) -> tuple[torch.dtype, tuple[int, ...], tor
 
 def begin_attention(loads: list[torch.cuda.Event] | None, starts: list[torch.cuda.Event] | None) -> None:
     """Wait for copies into a layer's cache, and record that its attention begins: the layers before it have written
-    theirs (`cache.latent.LayerCache`).
+    theirs (`cache.layers.LayerCache`).
     """
     while loads:
         loads.pop().wait()

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from dcpmla.attention.layers.compressed.compressor_weights import CompressorWeights
 from dcpmla.attention.layers.compressed.config import CompressedConfig, LayerKind
 from dcpmla.attention.layers.compressed.layer import CompressedAttention
+from dcpmla.attention.layers.compressed.weights import CompressorWeights
 from dcpmla.attention.placement import Placement
 from dcpmla.integrations.external.linear import ExternalLinear, Projection, check_parts, external_parameters
 from dcpmla.parallel.linear import Weight

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dcpmla.attention.backends.calls import decode_workspace
 from dcpmla.attention.step.chunks import lay_out_prefills, max_chunk_tokens
+from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepTokens
 from dcpmla.cache.formats import row_width, storage_dtype
 from dcpmla.comm.exchange import Exchange, LocalExchange

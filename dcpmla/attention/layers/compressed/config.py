@@ -229,7 +229,3 @@ class CompressedConfig:
                 f"cp_kv_cache_interleave_size (--cp-kv-cache-interleave-size) {dcp.cp_kv_cache_interleave_size}"
             )
         return replace(dcp, cp_kv_cache_interleave_size=interleave)
-
-    def entries_per_block(self, ratio: int, block_size: int) -> int:
-        """Return how many entries of that ratio a block holds on one rank."""
-        return block_size * self.row_tokens // ratio

@@ -1,4 +1,4 @@
-"""Reads of DeepSeek-V4's layers in their caches, and the time of pieces of prompts in them."""
+"""The modelled time of pieces of prompts in DeepSeek-V4's layers, and the bytes of a row that they read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from math import inf, prod
 
 import torch
 
-from dcpmla.attention.costs import LayerReads, Rates, num_pairs, score_us
+from dcpmla.attention.costs import Rates, num_pairs, score_us
 from dcpmla.attention.layers.compressed.config import CompressedConfig, LayerKind
 from dcpmla.cache.formats import storage_dtype
 from dcpmla.cache.shared_format import PAGE_ROWS, rows_shape
@@ -70,17 +70,6 @@ class CompressedCosts:
         num_bytes = row_bytes(self.config, self.dcp.kv_cache_dtype)
         link_us = (1 - 1 / self.dcp.decode_context_parallel_size) * num_bytes / self.rates.link_gb_per_s / 1e3
         return _GATHER_PASSES * num_bytes / self.rates.gb_per_s / 1e3 + link_us
-
-
-def layer_reads(config: CompressedConfig, kind: LayerKind, context: int) -> LayerReads:
-    """Return what a new token reads in a layer over a context."""
-    window, widths = min(context, config.sliding_window), (config.head_dim, config.head_dim)
-    num_entries, topk = context // kind.ratio if kind.ratio else 0, config.indexer.topk
-    if not kind.selects or num_entries <= topk:
-        return LayerReads(window + num_entries, *widths)
-    if not kind.has_indexer:
-        return LayerReads(window + topk, *widths)
-    return LayerReads(window + topk, *widths, num_keys=num_entries, num_candidates=topk)
 
 
 def row_bytes(config: CompressedConfig, kv_cache_dtype: str) -> int:

@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.backends.calls import DecodeCall
-from dcpmla.attention.layers.compressed.cache import CompressedLayerCache
 from dcpmla.attention.layers.compressed.calls import WindowWrite
-from dcpmla.attention.layers.compressed.checks import check_cache, check_step
 from dcpmla.attention.layers.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.attention.layers.compressed.entries import write_entries, write_entries_and_keys, write_index_keys
 from dcpmla.attention.layers.compressed.fork import fork
@@ -25,6 +23,7 @@ from dcpmla.attention.select.projections import rope_index_queries
 from dcpmla.attention.select.selector import TokenSelector
 from dcpmla.attention.select.step import SelectedTokens
 from dcpmla.attention.step.metadata import DecodeMetadata, StepMetadata, begin_attention
+from dcpmla.cache.layers import LayerCache
 from dcpmla.cache.shared_rows import read_rows
 from dcpmla.comm.exchange import LocalExchange
 from dcpmla.parallel.quantized import NormedRows, PlainRows
@@ -66,7 +65,7 @@ class CompressedAttention(CompressedWeights):
         """Return False, because one product of hidden states needs their values."""
         return False
 
-    def forward(self, hidden_states: Tensor, cache: CompressedLayerCache | None, step: StepMetadata | None) -> Tensor:
+    def forward(self, hidden_states: Tensor, cache: LayerCache | None, step: StepMetadata | None) -> Tensor:
         """Run one step of a batch: decodes first, then prefills, then padding. Collective.
 
         Args:
@@ -81,11 +80,11 @@ class CompressedAttention(CompressedWeights):
         """
         return self.o_b_proj(self.attend(hidden_states, cache, step))
 
-    def partial(self, hidden_states: Tensor, cache: CompressedLayerCache | None, step: StepMetadata | None) -> Tensor:
+    def partial(self, hidden_states: Tensor, cache: LayerCache | None, step: StepMetadata | None) -> Tensor:
         """Run `forward` up to the sum over the TP ranks, and return this rank's part of it. Collective."""
         return self.o_b_proj.partial(self.attend(hidden_states, cache, step))
 
-    def attend(self, hidden_states: Tensor, cache: CompressedLayerCache | None, step: StepMetadata | None) -> Tensor:
+    def attend(self, hidden_states: Tensor, cache: LayerCache | None, step: StepMetadata | None) -> Tensor:
         """Run `forward` without its last projection. Collective.
 
         Returns:
@@ -103,12 +102,10 @@ class CompressedAttention(CompressedWeights):
         step.run_outside_graph(self._attend_into, low, hidden_states, cache)
         return low
 
-    def _attend_into(
-        self, low: Tensor, hidden_states: Tensor, cache: CompressedLayerCache | None, step: StepMetadata
-    ) -> None:
+    def _attend_into(self, low: Tensor, hidden_states: Tensor, cache: LayerCache | None, step: StepMetadata) -> None:
         low.copy_(self._attend(hidden_states, cache, step))
 
-    def _attend(self, hidden_states: Tensor, cache: CompressedLayerCache | None, step: StepMetadata) -> Tensor:
+    def _attend(self, hidden_states: Tensor, cache: LayerCache | None, step: StepMetadata) -> Tensor:
         cache, compressed, cos_sin = self._check(hidden_states, cache, step)
         begin_attention(cache.loads, cache.starts)
         decodes, prefills = slice(0, step.num_decode_tokens), slice(step.num_decode_tokens, step.num_tokens)
@@ -116,13 +113,15 @@ class CompressedAttention(CompressedWeights):
         # Windows are read before this step's tokens overwrite them.
         window = None
         if context is not None:
-            window = read_rows(cache.rows, context.window_slots[self.ring], self.config.head_dim, self.dtype)
+            window = read_rows(cache.latents, context.window_slots[self.ring], self.config.head_dim, self.dtype)
         down = self.down_project(hidden_states[: step.num_tokens])
         norms = self.q_norm, self.kv_norm, self.config.rms_norm_eps
         states = compressed.ring_states(self.ring)
         requests = compressed.positions, compressed.request, compressed.seq_lens, states
         options = compressed.plan.ring_rows, self.q_b_proj.takes_quantized
-        latents, rows, *codes = norm_rope_window(WindowWrite(down[0], cache.rows, *norms, cos_sin, *requests, *options))
+        latents, rows, *codes = norm_rope_window(
+            WindowWrite(down[0], cache.latents, *norms, cos_sin, *requests, *options)
+        )
         q_c = NormedRows.join(latents, *codes)
         if self.config.has_entry_keys:
             write_entries_and_keys(self, down, compressed, cache)
@@ -145,7 +144,7 @@ class CompressedAttention(CompressedWeights):
             side.join()
             new = window, rows[prefills]
             chosen = None if selection is None else selection.rows(prefills)
-            parts.append(attend_prefill(q, new, cache.rows, compressed, self.kind, chosen, self.exchange, self.dcp))
+            parts += attend_prefill(q, new, cache.latents, compressed, self.kind, chosen, self.exchange, self.dcp)
         out, lse = (torch.cat(part) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))
         return self.finish(out, lse, cos_sin, len(hidden_states))
 
@@ -174,7 +173,7 @@ class CompressedAttention(CompressedWeights):
         self,
         q_c: PlainRows,
         down: tuple[Tensor, ...],
-        cache: CompressedLayerCache,
+        cache: LayerCache,
         compressed: CompressedMetadata,
         after_scores: Callable[[], None] = lambda: None,
     ) -> SelectedTokens | None:
@@ -213,7 +212,7 @@ class CompressedAttention(CompressedWeights):
     def _decode(
         self,
         q: Tensor,
-        cache: CompressedLayerCache,
+        cache: LayerCache,
         decode: DecodeMetadata,
         compressed: CompressedMetadata,
         selection: SelectedTokens | None,
@@ -224,17 +223,30 @@ class CompressedAttention(CompressedWeights):
         else:
             slots, num_slots = compressed.decode_slots(selection, len(q), self.ring), selection.num_slots[: len(q)]
         q = q if self.q_is_replicated else self.exchange.gather_heads(q)
-        call = DecodeCall(q, None, cache.rows, slots, num_slots, self.config.scale, self.config.head_dim)
+        call = DecodeCall(q, None, cache.latents, slots, num_slots, self.config.scale, self.config.head_dim)
         call = call._replace(workspace=decode.workspace, backend=self.dcp.attention_backend)
         return dcp_mla_decode(call, self.exchange)
 
     def _check(
-        self, hidden_states: Tensor, cache: CompressedLayerCache | None, step: StepMetadata
-    ) -> tuple[CompressedLayerCache, CompressedMetadata, Tensor]:
+        self, hidden_states: Tensor, cache: LayerCache | None, step: StepMetadata
+    ) -> tuple[LayerCache, CompressedMetadata, Tensor]:
         """Return the cache, the step's part for this attention, and its angles for this layer."""
-        compressed = check_step(hidden_states, step, self.config.hidden_size)
-        plan, ratio = compressed.plan, self.kind.ratio
-        cache = check_cache(cache, plan, ratio, self.cache_dtype)
+        compressed, ratio, width = step.get(CompressedMetadata), self.kind.ratio, self.config.hidden_size
+        if compressed is None:
+            raise ValueError("step has no compressed part; call with_angles of dcpmla.attention.layers.compressed.step")
+        if hidden_states.ndim != 2 or hidden_states.shape[0] < step.num_tokens or hidden_states.shape[1] != width:
+            shape = tuple(hidden_states.shape)
+            raise ValueError(f"hidden_states has shape {shape}; expected [at least {step.num_tokens}, {width}]")
+        if not isinstance(cache, LayerCache):
+            words = "expected a LayerCache, such as a CompressedCache's cache[layer]"
+            raise ValueError(f"cache is {type(cache).__name__}; {words}")
+        plan, rows = compressed.plan, cache.latents
+        expected = plan.rows_shape(ratio), plan.dtype
+        if (tuple(rows.shape), rows.dtype) != expected or plan.dtype != self.cache_dtype:
+            raise ValueError(
+                f"cache.latents has shape {tuple(rows.shape)} and dtype {rows.dtype}; expected {expected} for "
+                f"kv_cache_dtype (--kv-cache-dtype) {plan.dcp.kv_cache_dtype!r}"
+            )
         if self.selector is not None:
             per_block = plan.entries_per_block(ratio)
             self.selector.check_cache(cache.index_keys, plan.num_blocks, per_block, self.dtype)

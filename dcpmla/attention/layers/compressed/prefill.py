@@ -2,16 +2,17 @@
 own heads alone, or entries stay and queries of all heads are sent to the entries' ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dcpmla.attention.backends.calls import DecodeCall, decode_workspace
+from dcpmla.attention.layers.compressed.calls import ChunkEntries
 from dcpmla.attention.layers.compressed.config import CompressedConfig, LayerKind
-from dcpmla.attention.layers.compressed.lists import KEPT_ROWS, RowLists
 from dcpmla.attention.layers.compressed.step import CompressedMetadata
+from dcpmla.attention.layers.compressed.visible import append_entries
 from dcpmla.attention.mla.decode import dcp_mla_decode, mla_decode
 from dcpmla.attention.mla.prefill import ContextGather, merge_part
 from dcpmla.attention.select.step import SelectedTokens
@@ -21,7 +22,9 @@ from dcpmla.cache.shared_rows import read_rows
 from dcpmla.comm.exchange import Exchange
 from dcpmla.config import DCPConfig
 
-LISTED_ROWS = 1 << 23  # Row numbers that are listed at a time.
+KEPT_ROWS = 1 << 21  # most row numbers that a step keeps for its next layers
+LISTED_ROWS = 1 << 23  # row numbers that are listed at a time
+_Tensors = tuple[Tensor, ...]
 
 
 def attend_prefill(
@@ -33,7 +36,7 @@ def attend_prefill(
     selection: SelectedTokens | None,
     exchange: Exchange,
     dcp: DCPConfig,
-) -> tuple[Tensor, Tensor]:
+) -> list[tuple[Tensor, Tensor]]:
     """Attend from prefill tokens to their windows and to entries of all ranks. Collective.
 
     Args:
@@ -42,15 +45,13 @@ def attend_prefill(
         rows: Cache of this layer (`cache/shared_format.py`), including this rank's entries of this step's tokens.
         selection: Selected entries of each token; None where tokens attend to all entries before them.
     Returns:
-        out [T, h, D], lse [T, h] float32, without the sink.
+        out [n, h, D] and lse [n, h] float32, without the sink, of each tile of n tokens.
     """
-    prefill = _Prefill(q, step, selection, dcp.attention_backend, RowLists(step, kind, len(q)))
-    if selection is None or prefill.lists.chunks:
-        parts = _attend_gathered(prefill, new_rows, rows, exchange)
-    else:
-        parts = _attend_in_place(prefill, new_rows, rows, selection, exchange, dcp.decode_context_parallel_size)
-    out, lse = (torch.cat(part) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))
-    return out, lse
+    lists = RowLists(step, kind, selection, len(q))
+    prefill = _Prefill(q, step, dcp.attention_backend, lists)
+    if selection is None or lists.chunks:
+        return _attend_gathered(prefill, new_rows, rows, exchange)
+    return _attend_in_place(prefill, new_rows, rows, selection, exchange, dcp.decode_context_parallel_size)
 
 
 def touch_prefill_memory(
@@ -89,27 +90,116 @@ def touch_prefill_memory(
     del touched  # after the exchange's memory, because the allocator's peak counts
 
 
+class RowLists:
+    """Lists of rows for the prefill tokens of a step.
+
+    Gathered rows belong to windows from earlier steps, to new tokens, then to a chunk's entries. All layers list the
+    same rows, except for selected entries. So lists of all tokens at a time are kept in the step's context: small steps
+    would spend more time on lists than on attention.
+
+    Args:
+        step: Step with prefills.
+        kind: Kind of the layer.
+        selection: Selected entries of each token; None where tokens attend to all entries before them.
+        num_tokens: Number of prefill tokens, the step's last ones.
+    Attributes:
+        chunks: Entries that the layer gathers.
+    """
+
+    def __init__(
+        self, step: CompressedMetadata, kind: LayerKind, selection: SelectedTokens | None, num_tokens: int
+    ) -> None:
+        assert step.context is not None
+        self._step, self._context, self._selection, self._num_tokens = step, step.context, selection, num_tokens
+        self._first = len(step.positions) - num_tokens  # number of tokens before the prefills
+        self._window = step.plan.config.sliding_window
+        self._entries = kind.ratio, kind.selects
+        self.chunks: Sequence[ContextChunk] = step.context.chunks.get(self._entries, ())
+
+    def list_rows(self, tokens: slice, number: int | None, num_before: int) -> _Tensors:
+        """Return the rows [n, N] int32 of some tokens' windows and entries, and their number [n] int32.
+
+        Args:
+            number: Number of the chunk whose entries were gathered; None for windows alone.
+            num_before: Number of rows before the chunk's; 0 if windows are left out.
+        """
+        if number is None:
+            return self._kept("windows", tokens, lambda: self._list_windows(tokens))
+        if self._selection is not None:
+            return self._append(tokens, number, self._selection.positions[tokens], num_before)
+
+        def append() -> _Tensors:
+            first, *_ = self._bounds(tokens, number, num_before)
+            listed = torch.arange(max(self.chunks[number].keys.lens), dtype=torch.int32, device=first.device)
+            return self._append(tokens, number, first[:, None] + listed, num_before)
+
+        return self._kept(("entries", self._entries, number), tokens, append)
+
+    def num_listed(self, chunk: ContextChunk) -> int:
+        """Return the maximum entries of a chunk that are listed for a token."""
+        return max(chunk.keys.lens) if self._selection is None else self._selection.positions.shape[1]
+
+    def _append(self, tokens: slice, number: int, entries: Tensor, num_before: int) -> _Tensors:
+        """Return the lists of windows with entries [n, N] appended."""
+        if num_before:
+            rows, num = self.list_rows(tokens, None, num_before)
+        else:
+            request = self._requests(tokens)
+            rows, num = request.new_empty(len(request), 0), torch.zeros_like(request)
+        return append_entries(rows, num, entries, ChunkEntries(*self._bounds(tokens, number, num_before)))
+
+    def _bounds(self, tokens: slice, number: int, num_before: int) -> _Tensors:
+        """Return the first of a chunk's entries that each token may attend to, the end, and the first one's row."""
+
+        def find() -> _Tensors:
+            chunk, visible = self.chunks[number], self._step.entries[self._entries[0]].visible
+            assert visible is not None
+            request = self._requests(tokens) - self._step.request[self._first]  # among the prefills
+            first, base = chunk.first_position[request], chunk.keys.start_loc[request]
+            end = first + chunk.keys.start_loc[request + 1] - base
+            return first, torch.minimum(visible.seq_lens[self._first :][tokens], end), base + num_before
+
+        return self._kept(("bounds", self._entries, number), tokens, find)
+
+    def _list_windows(self, tokens: slice) -> _Tensors:
+        context, request = self._context, self._requests(tokens)
+        positions = self._step.positions[self._first :][tokens]
+        num = (positions + 1).clamp(max=self._window).to(torch.int32)
+        position = (positions + 1 - num)[:, None] + torch.arange(self._window, device=positions.device)
+        first_row, first_position = context.first_row[tokens, None], context.first_position[tokens, None]
+        is_new = position >= self._step.first_position[request][:, None]
+        rows = torch.where(is_new, context.new_row[tokens, None] + position, first_row + position - first_position)
+        return rows.to(torch.int32), num
+
+    def _requests(self, tokens: slice) -> Tensor:
+        return self._step.request[self._first :][tokens]
+
+    def _kept(self, key: Hashable, tokens: slice, compute: Callable[[], _Tensors]) -> _Tensors:
+        """Return what compute returns, or what an earlier layer kept. Lists of all tokens are kept while there is
+        room.
+        """
+        kept, is_whole = self._context.kept, tokens.stop - tokens.start == self._num_tokens
+        if is_whole and key in kept:
+            return kept[key]
+        tensors = compute()
+        if is_whole and sum(each.numel() for part in (*kept.values(), tensors) for each in part) <= KEPT_ROWS:
+            kept[key] = tensors
+        return tensors
+
+
 @dataclass(frozen=True)
 class _Prefill:
     """The prefill tokens of a step, attending to gathered rows.
 
     Attributes:
         q: Queries of this rank's heads [T, h, D].
-        selection: Selected entries of each token; None where tokens attend to all entries before them.
         lists: Lists of the rows that tokens attend to.
     """
 
     q: Tensor
     step: CompressedMetadata
-    selection: SelectedTokens | None
     backend: str
     lists: RowLists
-
-    @property
-    def workspace(self) -> Tensor | None:
-        """Memory from `decode_workspace`."""
-        assert self.step.context is not None
-        return self.step.context.workspace
 
     def tiles(self, num_entries: int, max_tokens: int) -> list[slice]:
         """Return the tokens that attend at a time, at most max_tokens, each to at most num_entries."""
@@ -123,18 +213,8 @@ class _Prefill:
         """Attend to gathered rows [N, D]: to windows if num_before rows come before the chunk's, and to the entries of
         the chunk of a number if there is one.
         """
-        if number is None:
-            rows, num = self.lists.of_windows(tokens)
-        else:
-            rows, num = self.lists.of_chunk(tokens, number, self.selection, num_before)
+        rows, num = self.lists.list_rows(tokens, number, num_before)
         return mla_decode(self.call_of(tokens, keys[:, None], rows, num))
-
-    def call_of(self, tokens: slice, cache: Tensor, rows: Tensor, num: Tensor) -> DecodeCall:
-        """Return the call of attention to the first num [n] of rows [n, N] of a cache."""
-        sizes = self.step.plan.config.scale, self.q.shape[-1]
-        return DecodeCall(
-            self.q[tokens], None, cache, rows, num, *sizes, workspace=self.workspace, backend=self.backend
-        )
 
     def attend_tiles(
         self, tiles: Sequence[slice], keys: Tensor, number: int | None, num_before: int
@@ -142,9 +222,11 @@ class _Prefill:
         """Attend from each tile of tokens (`attend`)."""
         return [self.attend(tokens, keys, number, num_before) for tokens in tiles]
 
-    def num_listed(self, chunk: ContextChunk) -> int:
-        """Return the maximum entries of a chunk that are listed for a token."""
-        return max(chunk.keys.lens) if self.selection is None else self.selection.positions.shape[1]
+    def call_of(self, tokens: slice, cache: Tensor, rows: Tensor, num: Tensor) -> DecodeCall:
+        """Return the call of attention to the first num [n] of rows [n, N] of a cache."""
+        assert self.step.context is not None
+        call = DecodeCall(self.q[tokens], None, cache, rows, num, self.step.plan.config.scale, self.q.shape[-1])
+        return call._replace(workspace=self.step.context.workspace, backend=self.backend)
 
 
 def _attend_gathered(
@@ -159,7 +241,7 @@ def _attend_gathered(
     chunks, dtype, num_new = prefill.lists.chunks, prefill.q.dtype, sum(map(len, new_rows))
     # Results of several chunks are in float32, so that merges take more memory than one call for all tokens.
     max_tokens = PART_ROWS // prefill.q.shape[1] if len(chunks) > 1 else len(prefill.q)
-    tiles = prefill.tiles(max([0, *map(prefill.num_listed, chunks)]), max_tokens)
+    tiles = prefill.tiles(max([0, *map(prefill.lists.num_listed, chunks)]), max_tokens)
     if not chunks:
         return prefill.attend_tiles(tiles, torch.cat(new_rows), None, num_new)
     width = prefill.q.shape[-1]

@@ -10,7 +10,7 @@ from torch import Tensor
 from dcpmla.attention.costs import LayerReads, Rates
 from dcpmla.attention.layers.compressed.cache import plan_compressed
 from dcpmla.attention.layers.compressed.config import CompressedConfig, LayerKind
-from dcpmla.attention.layers.compressed.costs import CompressedCosts, layer_reads, row_bytes
+from dcpmla.attention.layers.compressed.costs import CompressedCosts, row_bytes
 from dcpmla.attention.layers.compressed.layer import CompressedAttention
 from dcpmla.attention.layers.compressed.step import compressed_traits, with_angles
 from dcpmla.attention.placement import Placement
@@ -61,7 +61,14 @@ class CompressedSpec(LayerSpec):
 
     def reads(self, context: int) -> LayerReads:
         """Return what a token reads of windows, entries and keys of entries."""
-        return layer_reads(self.config, self.kind, context)
+        config, kind, topk = self.config, self.kind, self.config.indexer.topk
+        window, widths = min(context, config.sliding_window), (config.head_dim, config.head_dim)
+        num_entries = context // kind.ratio if kind.ratio else 0
+        if not kind.selects or num_entries <= topk:
+            return LayerReads(window + num_entries, *widths)
+        if not kind.has_indexer:
+            return LayerReads(window + topk, *widths)
+        return LayerReads(window + topk, *widths, num_keys=num_entries, num_candidates=topk)
 
     def row_bytes(self, kv_cache_dtype: str) -> int:
         """Return the bytes of a row, of a token in a window or of an entry."""
@@ -83,7 +90,7 @@ class CompressedSpec(LayerSpec):
     ) -> CachePlan:
         """Return the sizes of a cache of windows, entries and states."""
         (config,) = {layer.config for layer in layers}
-        return plan_compressed(config, dcp, list(seq_lens), dtype, num_states, num_drafts)
+        return plan_compressed(config, dcp, seq_lens, dtype, num_states, num_drafts)
 
     @classmethod
     def prepare(cls, layers: Sequence[Self], step: StepMetadata, rotary: Rotary, dtype: torch.dtype) -> StepMetadata:

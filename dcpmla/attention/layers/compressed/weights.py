@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dcpmla.attention.layers.compressed.compressor_weights import CompressorWeights
 from dcpmla.attention.layers.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.attention.layers.compressed.projections import GROUP, norm_rope_query_, unrope_heads
 from dcpmla.attention.mla.weights import HeldHeads
@@ -40,6 +39,36 @@ class GroupedLinear(Linear):
         return super()._stays_quantized(parts) and self.out_features // self.num_groups % BLOCK == 0
 
 
+class CompressorWeights(nn.Module):
+    """The weights that pool tokens into entries [D].
+
+    Attributes:
+        bias: Bias of the gates; zeros in models that have none.
+    """
+
+    bias: Tensor
+
+    def __init__(
+        self, ratio: int, num_halves: int, width: int, device: torch.device | str, has_bias: bool = True
+    ) -> None:
+        super().__init__()
+        bias = torch.zeros(ratio, num_halves * width, dtype=torch.float32, device=device)
+        if has_bias:
+            self.bias = nn.Parameter(bias)
+        else:
+            self.register_buffer("bias", bias, persistent=False)
+        self.norm = nn.Parameter(torch.empty(width, dtype=torch.float32, device=device))
+
+    def load_weights(self, weights: Mapping[str, Weight], prefix: str, order: Tensor | None = None) -> None:
+        """Read bias and norm by their names in a checkpoint, columns of D in another order if one is given."""
+        (ratio, columns), width = self.bias.shape, len(self.norm)
+        order = torch.arange(width) if order is None else order
+        if isinstance(self.bias, nn.Parameter):
+            bias = read_weight(weights, f"{prefix}position_bias", (ratio, columns))
+            fill(self.bias, bias.unflatten(1, (-1, width))[..., order].flatten(1))
+        fill(self.norm, read_weight(weights, f"{prefix}kv_norm.weight", (width,))[order])
+
+
 class CompressedWeights(nn.Module):
     """Parameters of `CompressedAttention`, which documents arguments and errors.
 
@@ -66,14 +95,17 @@ class CompressedWeights(nn.Module):
         self.num_groups = config.o_groups // mesh.tp_size
         self.low_width = self.num_groups * config.o_lora_rank
         self.num_halves, self.writes = config.num_halves(kind), kind.ratio > 0 and kind.writes
-        self.pair_names = ("kv", "gate") if kind.ratio > 1 else ("kv",)
-        self.down_widths = [config.q_lora_rank + config.head_dim]
+        pairs, indexer = ("kv", "gate") if kind.ratio > 1 else ("kv",), "compressor.indexer."
+        # The weights that each part is projected by, with their numbers of rows.
+        self.down_parts = [[("q_a_proj", config.q_lora_rank), ("kv_proj", config.head_dim)]]
         if self.writes:
-            self.down_widths.append(len(self.pair_names) * self.num_halves * config.head_dim)
+            self.down_parts.append([(f"compressor.{name}_proj", self.num_halves * config.head_dim) for name in pairs])
         if kind.has_indexer and not config.has_entry_keys:
-            self.down_widths.append(2 * self.num_halves * config.indexer.head_dim)
+            rows = self.num_halves * config.indexer.head_dim
+            self.down_parts.append([(f"{indexer}{name}_proj", rows) for name in pairs])
         if kind.has_indexer:
-            self.down_widths.append(config.indexer.num_heads)
+            self.down_parts.append([(f"{indexer}scorer.weights_proj", config.indexer.num_heads)])
+        self.down_widths = [sum(rows for _, rows in part) for part in self.down_parts]
         self.make_parameters(placement.factory_kwargs)
 
     def make_parameters(self, new: dict[str, Any]) -> None:
@@ -135,16 +167,18 @@ class CompressedWeights(nn.Module):
         """
         config, hidden = self.config, self.config.hidden_size
         rank, width = config.q_lora_rank, config.head_dim
-        down = [
-            read_linear(weights, f"{name}.weight", (rows, hidden))
-            for name, rows in (("q_a_proj", rank), ("kv_proj", width))
-        ]
+        # Rotated columns of the indexer are put first: kernels that write index keys expect them there.
+        order = torch.arange(config.indexer.head_dim).roll(config.rope_dim)
+        down = list[AnyWeight]()
+        for name, rows in (weight for part in self.down_parts for weight in part):
+            weight = read_linear(weights, f"{name}.weight", (rows, hidden))
+            is_reordered = name.startswith("compressor.indexer.") and "scorer" not in name
+            down.append(reorder_rows(weight, order) if is_reordered else weight)
+        self.down_proj.load(*down)
         if self.writes:
-            down += self._pairs(weights, "compressor.", width)
             self.compressor.load_weights(weights, "compressor.")
         if self.kind.has_indexer:
-            down += self._load_indexer(weights)
-        self.down_proj.load(*down)
+            self._load_indexer(weights, order)
         fill(self.q_norm, read_weight(weights, "q_a_norm.weight", (rank,)))
         fill(self.kv_norm, read_weight(weights, "kv_norm.weight", (width,)))
         q_shape = config.num_heads * width, rank
@@ -157,27 +191,14 @@ class CompressedWeights(nn.Module):
         self.o_a_proj.load(read_linear(weights, "o_a_proj.weight", (o_rank, self.o_a_proj.in_features), part))
         self.o_b_proj.load(read_linear(weights, "o_b_proj.weight", (hidden, o_rank), slice(None), part))
 
-    def _pairs(self, weights: Mapping[str, Weight], prefix: str, width: int) -> list[AnyWeight]:
-        """Read the projections of values and gates."""
-        shape = self.num_halves * width, self.config.hidden_size
-        return [read_linear(weights, f"{prefix}{name}_proj.weight", shape) for name in self.pair_names]
-
-    def _load_indexer(self, weights: Mapping[str, Weight]) -> list[AnyWeight]:
-        """Read the indexer, and return its rows of the down-projection. Rotated columns are put first: kernels that
-        write index keys expect them there.
-        """
+    def _load_indexer(self, weights: Mapping[str, Weight], order: Tensor) -> None:
+        """Read the indexer, its columns in an order."""
         indexer, prefix = self.config.indexer, "compressor.indexer."
-        width, rope = indexer.head_dim, self.config.rope_dim
-        order = torch.arange(width).roll(rope)
-        q_shape = indexer.num_heads * width, self.config.q_lora_rank
+        q_shape = indexer.num_heads * indexer.head_dim, self.config.q_lora_rank
         self.index_q_proj.load(reorder_rows(read_linear(weights, f"{prefix}q_b_proj.weight", q_shape), order))
-        pairs = []
         if not self.config.has_entry_keys:
             self.index_compressor.load_weights(weights, prefix, order)
-            pairs = [reorder_rows(pair, order) for pair in self._pairs(weights, prefix, width)]
         elif self.writes:
-            k_proj = read_linear(weights, f"{prefix}k_proj.weight", (width, self.config.head_dim))
+            k_proj = read_linear(weights, f"{prefix}k_proj.weight", (indexer.head_dim, self.config.head_dim))
             self.index_k_proj.load(reorder_rows(k_proj, order))
-            fill(self.index_k_norm, read_weight(weights, f"{prefix}kv_norm.weight", (width,))[order])
-        heads_shape = indexer.num_heads, self.config.hidden_size
-        return [*pairs, read_linear(weights, f"{prefix}scorer.weights_proj.weight", heads_shape)]
+            fill(self.index_k_norm, read_weight(weights, f"{prefix}kv_norm.weight", (indexer.head_dim,))[order])

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dcpmla.attention.costs import SEGMENT_ROWS, Rates
-from dcpmla.attention.layers.linear.chunked import BYTES_PER_ELEMENT
 from dcpmla.attention.layers.linear.config import DeltaConfig
+from dcpmla.attention.layers.linear.delta import BYTES_PER_ELEMENT
 from dcpmla.config import DCPConfig
 
 _CHUNK = 64  # tokens that flash-linear-attention's kernels take at a time

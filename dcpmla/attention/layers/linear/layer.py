@@ -7,13 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from dcpmla.attention.layers.linear.calls import DeltaCall, DeltaState, DeltaTokens, DeltaWeights
-from dcpmla.attention.layers.linear.chunked import attend_in_chunks, takes_chunks, touch_chunk_memory
 from dcpmla.attention.layers.linear.config import DeltaConfig
-from dcpmla.attention.layers.linear.delta import delta_attention
+from dcpmla.attention.layers.linear.delta import attend_in_chunks, delta_attention, takes_chunks, touch_chunk_memory
 from dcpmla.attention.layers.linear.step import DeltaMetadata, delta_metadata
 from dcpmla.attention.placement import Placement, refuse_order
 from dcpmla.attention.step.metadata import StepMetadata
-from dcpmla.cache.latent import LayerCache
+from dcpmla.cache.layers import LayerCache
 from dcpmla.parallel.linear import Linear, RowParallelLinear, Weight, fill, read_linear, read_weight, shard
 from dcpmla.parallel.quantized import PlainRows, plain
 

@@ -6,14 +6,15 @@ from typing import Any
 import torch
 
 from dcpmla.attention.costs import LayerReads, Rates
-from dcpmla.attention.layers.linear.chunked import takes_chunks
 from dcpmla.attention.layers.linear.config import DeltaConfig
 from dcpmla.attention.layers.linear.costs import DeltaCosts
+from dcpmla.attention.layers.linear.delta import takes_chunks
 from dcpmla.attention.layers.linear.layer import DeltaAttention
 from dcpmla.attention.placement import Placement, refuse_order
 from dcpmla.attention.spec import LayerSpec
 from dcpmla.attention.step.table import StepTraits
-from dcpmla.cache.latent import LayerMemory, StateMemory
+from dcpmla.cache.latent import LayerMemory
+from dcpmla.cache.plan import StateMemory
 from dcpmla.config import DCPConfig
 
 

@@ -18,7 +18,7 @@ from dcpmla.attention.select.projections import rope_index_queries
 from dcpmla.attention.select.slots import SlotLayout
 from dcpmla.attention.select.step import SparseMetadata
 from dcpmla.attention.step.metadata import StepMetadata
-from dcpmla.cache.latent import LayerCache
+from dcpmla.cache.layers import LayerCache
 from dcpmla.config import MLAConfig
 from dcpmla.parallel.linear import Linear, Weight, fill, read_linear, read_weight
 from dcpmla.parallel.quantized import PlainRows

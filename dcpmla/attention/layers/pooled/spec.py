@@ -14,7 +14,8 @@ from dcpmla.attention.select.step import SelectedTokens
 from dcpmla.attention.spec import Rotary
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.attention.step.table import StepTraits
-from dcpmla.cache.latent import LayerMemory, StateMemory
+from dcpmla.cache.latent import LayerMemory
+from dcpmla.cache.plan import StateMemory
 from dcpmla.config import DCPConfig
 from dcpmla.indexer_config import IndexerConfig
 

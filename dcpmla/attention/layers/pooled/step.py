@@ -40,7 +40,7 @@ def with_pools(step: StepMetadata, indexer: IndexerConfig) -> StepMetadata:
     if step.defer is not None:  # Pools are filled between graphs, with the step of each replay.
         return step
     step = with_selection(step, indexer.topk)
-    layout, table, tokens, plan = step.layout, step.table, step.tokens, step.layout.traits.plan
+    layout, table, tokens = step.layout, step.table, step.tokens
     # Rows that repeat a request's last token hold nothing from linear attention, so their keys are in no pool.
     row = torch.arange(step.num_tokens, device=layout.device) - table.row_start[tokens.request]
     positions = tokens.positions.where(row < (table.end - table.begin)[tokens.request], -1)
@@ -53,12 +53,11 @@ def with_pools(step: StepMetadata, indexer: IndexerConfig) -> StepMetadata:
         step.max_seq_len // indexer.pool_size,
     )
     selects = step.max_seq_len > indexer.topk
-    numbers = (positions, tokens.request), (table.begin, table.end, table.states)
     return step.sharing(
         PoolMetadata(
             owner=layout.owner,
             per_block=layout.dcp.block_size // indexer.pool_size,
-            parts=pool_updates(*numbers, plan.num_copies, step.decode),
+            parts=pool_updates(step, positions),
             visible=visible,
             selection=SelectedTokens.empty(step.num_tokens, indexer.num_pools, layout.device) if selects else None,
         )

@@ -7,7 +7,7 @@ from dcpmla.attention.placement import Placement
 from dcpmla.attention.select.slots import SlotLayout
 from dcpmla.attention.select.step import SelectedTokens, SparseMetadata
 from dcpmla.attention.step.metadata import StepMetadata
-from dcpmla.cache.latent import LayerCache
+from dcpmla.cache.layers import LayerCache
 from dcpmla.config import MLAConfig
 from dcpmla.parallel.quantized import PlainRows
 

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpmla.attention.layers.compressed.cache import CompressedCache, CompressedPlan
+from dcpmla.attention.layers.compressed.cache import CompressedCache, CompressedPlan, plan_compressed
 from dcpmla.attention.layers.compressed.config import WINDOW_ONLY
 from dcpmla.attention.placement import Placement
-from dcpmla.cache.formats import storage_dtype
-from dcpmla.cache.index_keys import index_storage_dtype
 from dcpmla.comm.exchange import Exchange, LocalExchange
 from dcpmla.integrations.external.compressed import ExternalCompressedAttention
 from dcpmla.integrations.families.deepseek_v4_config import compressed_config
@@ -86,17 +84,9 @@ class CompressedStack:
 
     def plan(self, num_blocks: int) -> CompressedPlan:
         """Return the sizes of the cache with so many of vLLM's blocks."""
-        dcp, dtype = self.placement.dcp, self.placement.dtype
-        return CompressedPlan(
-            config=self.config,
-            dcp=dcp,
-            num_blocks=num_blocks,
-            dcp_size=dcp.decode_context_parallel_size,
-            num_states=self._num_running + num_remembered(self._vllm_config),
-            dtype=storage_dtype(dcp.kv_cache_dtype, dtype),
-            index_dtype=index_storage_dtype(dcp.index_cache_dtype, dtype),
-            num_drafts=self.num_drafts,
-        )
+        num_states = self._num_running + num_remembered(self._vllm_config)
+        sizes = self.placement.dcp, [1], self.placement.dtype, num_states, self.num_drafts
+        return replace(plan_compressed(self.config, *sizes), num_blocks=num_blocks)
 
     @cached_property
     def attention(self) -> list[ExternalCompressedAttention]:

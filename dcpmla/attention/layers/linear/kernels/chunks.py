@@ -17,7 +17,7 @@ _CONFIGS = Path(__file__).parent.parent / "configs"
 
 
 def attend_in_chunks(call: DeltaCall, pieces: DeltaPieces) -> None:
-    """Launch the kernels of `dcpmla.attention.layers.linear.chunked.attend_in_chunks`."""
+    """Launch the kernels of `dcpmla.attention.layers.linear.delta.attend_in_chunks`."""
     out, tokens, weights, state, eps, decay_floor = call
     q, k, v, decay, beta = read_tokens(tokens, weights.conv, state.recent, pieces)
     # The public `chunk_kda` would lay out the chunks again in each layer.
