@@ -140,7 +140,7 @@ def check_heads(device: str, dtype: torch.dtype) -> None:
         # What `OutputRows` appends to other rows, plain and quantized.
         w_uv = codes if scales is None else BlockFp8(codes, scales)
         for quant in (None, *([OutputQuant("fp8_groups")] if dtype == torch.bfloat16 else [])):
-            rows = OutputRows(151, w_uv, dtype, quant, True)
+            rows = OutputRows(151, w_uv, dtype, quant, is_deterministic=True)
             rows.project(out[:1])
             rows.project(out)
             result = rows.rows()

@@ -17,7 +17,7 @@ from dcpmla.merge import merge_pair, merge_tree
 from dcpmla.ownership import TILE
 
 SPLIT_TILES = 16  # tiles of a class that are summed up before they are merged with those before them
-_MAX_PRODUCTS = 1 << 24  # elements that a step holds at a time: 64 MiB of float32
+MAX_PRODUCTS = 1 << 24  # elements that a step holds at a time: 64 MiB of float32
 
 
 class OrderedPrefillCall(NamedTuple):
@@ -93,29 +93,19 @@ def halve(products: Tensor, dim: int) -> Tensor:
     return products.select(dim, 0).contiguous()
 
 
-def decode_in_order(call: DecodeCall, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute absorbed MLA in a fixed order, each query token by itself.
+def decode_in_order(call: DecodeCall, table: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
+    """Compute absorbed MLA of some query tokens, each by itself: a class's splits in order, then the tree over the
+    classes.
 
     Args:
         call: Call with num_classes.
-        table: Block ids of each token's request [T, max_blocks], int32.
+        table: Block ids of the request of each of these tokens [N, max_blocks], int32.
     """
-    assert call.num_classes is not None
-    products = call.num_classes * call.q.shape[1] * TILE * (call.kv_lora_rank + call.rope_dim)
-    num_tokens = max(1, _MAX_PRODUCTS // products)
-    starts = range(0, max(1, len(table)), num_tokens)
-    parts = [_decode_tokens(call, table, slice(start, start + num_tokens)) for start in starts]
-    out, lse = zip(*parts, strict=True)
-    return torch.cat(out), torch.cat(lse)
-
-
-def _decode_tokens(call: DecodeCall, table: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
-    """Compute a slice of a call's tokens: a class's splits in order, then the tree over the classes."""
     num_classes, dtype = call.num_classes, call.out_dtype
     assert num_classes is not None
     assert call.q_pe is not None
     q = torch.cat([call.q, call.q_pe], -1)[tokens].to(dtype)[:, None, :, None]
-    seq_lens, table = call.seq_lens[tokens], table[tokens]
+    seq_lens = call.seq_lens[tokens]
     rows = (q.shape[0], num_classes, q.shape[2])
     merged = new_sums(rows, call.kv_lora_rank, q).result()
     round_keys = num_classes * TILE
@@ -160,7 +150,7 @@ def prefill_in_order(call: OrderedPrefillCall, out: Tensor, lse: Tensor, sums: S
         for first in range(0, len(k), TILE):
             # Queries before a tile see none of its keys.
             begin = queries.start + max(0, key_position + first - query_position)
-            num_rows = max(1, _MAX_PRODUCTS // (TILE * k.shape[1] * k.shape[2]))
+            num_rows = max(1, MAX_PRODUCTS // (TILE * k.shape[1] * k.shape[2]))
             for start in range(begin, queries.stop, num_rows):
                 rows = slice(start, min(start + num_rows, queries.stop))
                 seen = positions[rows.start - queries.start : rows.stop - queries.start] - key_position - first

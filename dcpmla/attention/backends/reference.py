@@ -10,8 +10,9 @@ from torch import Tensor
 
 from dcpmla.attention.backends.calls import DecodeCall, PrefillCall, join_keys
 from dcpmla.attention.backends.mask import unpack_mask
-from dcpmla.attention.backends.ordered_reference import decode_in_order
+from dcpmla.attention.backends.ordered_reference import MAX_PRODUCTS, decode_in_order
 from dcpmla.cache import formats, shared_rows
+from dcpmla.ownership import TILE
 
 _MAX_SCORES = 1 << 25  # scores that mha_prefill holds at a time: 128 MiB of float32
 _MAX_GATHERED = 1 << 28  # cache elements that mla_decode gathers at a time: 1 GiB of float32
@@ -20,12 +21,12 @@ _MAX_GATHERED = 1 << 28  # cache elements that mla_decode gathers at a time: 1 G
 def mla_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
     """Compute absorbed MLA over a paged latent cache, each query token by itself; `dcpmla.mla_decode` gives shapes."""
     table = token_tables(call)
+    compute, num_rows, most = _decode_tile, table.shape[1] * call.block_size, _MAX_GATHERED
     if call.num_classes is not None:
-        return decode_in_order(call, table)
-    tile = max(1, _MAX_GATHERED // max(1, table.shape[1] * call.block_size * call.kv_cache.shape[2]))
-    starts = range(0, max(1, len(table)), tile)
-    tiles = [_decode_tile(call, table[start : start + tile], slice(start, start + tile)) for start in starts]
-    out, lse = zip(*tiles, strict=True)
+        compute, num_rows, most = decode_in_order, call.num_classes * call.q.shape[1] * TILE, MAX_PRODUCTS
+    tile = max(1, most // max(1, num_rows * call.kv_cache.shape[2]))
+    tiles = [slice(start, start + tile) for start in range(0, max(1, len(table)), tile)]
+    out, lse = zip(*(compute(call, table[tokens], tokens) for tokens in tiles), strict=True)
     return torch.cat(out), torch.cat(lse)
 
 
@@ -40,18 +41,18 @@ def token_tables(call: DecodeCall) -> Tensor:
     return table[request] if len(table) else table.new_zeros(len(token), table.shape[1])
 
 
-def _decode_tile(call: DecodeCall, block_table: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
+def _decode_tile(call: DecodeCall, table: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
     """Compute a slice of a call's tokens, given their rows of the table."""
     dtype = torch.promote_types(call.out_dtype, torch.float32)
     q = call.q if call.q_pe is None else torch.cat([call.q, call.q_pe], -1)
     q, seq_lens = q[tokens].to(dtype), call.seq_lens[tokens]
-    first_of_block = torch.arange(block_table.shape[1], device=q.device) * call.block_size
+    first_of_block = torch.arange(table.shape[1], device=q.device) * call.block_size
     # Entries after a request's last block are undefined.
-    block_table = block_table.where(first_of_block < seq_lens[:, None], 0).to(torch.int64)
+    table = table.where(first_of_block < seq_lens[:, None], 0).to(torch.int64)
     if call.is_planar:
-        kv = shared_rows.read_rows(call.kv_cache, block_table, call.kv_lora_rank, dtype)
+        kv = shared_rows.read_rows(call.kv_cache, table, call.kv_lora_rank, dtype)
     else:
-        kv = formats.to_latents(call.kv_cache[block_table].flatten(1, 2), call.kv_lora_rank, call.kv_scale, dtype)
+        kv = formats.to_latents(call.kv_cache[table].flatten(1, 2), call.kv_lora_rank, call.kv_scale, dtype)
     valid = torch.arange(kv.shape[1], device=q.device) < seq_lens[:, None]
     kv = kv.masked_fill(~valid[..., None], 0.0)  # unwritten slots may hold NaN, and 0 x NaN is NaN
     q = q if call.q_scale is None else q * call.q_scale
