@@ -53,7 +53,7 @@ class MLAConfig:
     """Geometry and constants of one MLA layer, before any sharding.
 
     Attributes:
-        scale: Factor of the attention scores. It includes YaRN's mscale^2 and LongCat's factor of queries.
+        softmax_scale: Factor of the attention scores. It includes YaRN's mscale^2 and LongCat's factor of queries.
         rms_norm_eps: Epsilon of the norms of both latents (q_c, kv_c); other norms have their own.
         rope_interleaved: Whether to rotate pairs (2i, 2i+1) (GPT-J, DeepSeek) instead of halves (i, i + R/2) (NeoX).
         use_rope: False for a layer without positions (NoPE), which leaves q_pe and k_pe as they are projected.
@@ -82,7 +82,7 @@ class MLAConfig:
     qk_nope_head_dim: Size
     qk_rope_head_dim: Annotated[int, even(LARGEST_SIZE)]
     v_head_dim: Size
-    scale: _Factor
+    softmax_scale: _Factor
     rms_norm_eps: Annotated[float, number(0)] = 1e-6
     rope_interleaved: Flag = True
     use_rope: Flag = True

@@ -28,7 +28,7 @@ CONFIG = MLAConfig(
     qk_nope_head_dim=32,
     qk_rope_head_dim=16,
     v_head_dim=32,
-    scale=48**-0.5,
+    softmax_scale=48**-0.5,
 )
 SHAPES = {"q_a": (96, 256), "q_a_norm": (96,), "q_b": (8 * 48, 96), "kv_a": (80, 256), "kv_a_norm": (64,)}
 SHAPES |= {"kv_b": (8 * 64, 64), "o": (256, 8 * 32)}

@@ -41,7 +41,7 @@ CONFIG = MLAConfig(
     qk_nope_head_dim=32,
     qk_rope_head_dim=16,
     v_head_dim=32,
-    scale=48**-0.5,
+    softmax_scale=48**-0.5,
     indexer=IndexerConfig(num_heads=INDEX_HEADS, head_dim=INDEX_DIM, topk=TOPK, rope_interleaved=False),
 )
 PROMPT_LEN, SEQ_LEN, BLOCK_SIZE, MAX_TOKENS = 40, 48, 4, 64

@@ -127,7 +127,7 @@ def test_scale_is_that_of_the_scores(family: str, rope: str, monkeypatch: pytest
     if config.llama_4_scaling is not None:
         beta, original = config.llama_4_scaling
         factor = torch.tensor([1 + beta * math.log(1 + position // original) for position in POSITIONS.tolist()])
-    expected = query * config.scale * factor[:, None, None]
+    expected = query * config.softmax_scale * factor[:, None, None]
     torch.testing.assert_close(
         seen["query"][..., : config.qk_nope_head_dim] * seen["scaling"], expected, atol=1e-6, rtol=1e-5
     )
@@ -164,7 +164,7 @@ def test_scale_equals_the_modules_attribute(family: str, rope: str) -> None:
     hf_config = make_config(family, rope)
     module = make_module(hf_config)
     scale = module.scaling * getattr(module, "mla_scale_q_lora", 1.0)
-    assert attention_of(hf_config).config.scale == pytest.approx(scale, rel=1e-12)
+    assert attention_of(hf_config).config.softmax_scale == pytest.approx(scale, rel=1e-12)
     assert attention_of(hf_config).config.kv_lora_scale == pytest.approx(
         getattr(module, "mla_scale_kv_lora", 1.0), rel=1e-12
     )
@@ -197,7 +197,7 @@ def test_scale_of_deepseek_v3_as_published() -> None:
         "mscale": 1.0,
         "mscale_all_dim": 1.0,
     }
-    assert attention_of(hf_config).config.scale == pytest.approx(0.1352338, abs=1e-7)
+    assert attention_of(hf_config).config.softmax_scale == pytest.approx(0.1352338, abs=1e-7)
 
 
 def test_other_architectures_are_refused() -> None:

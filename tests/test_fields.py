@@ -24,7 +24,7 @@ MLA = MLAConfig(
     qk_nope_head_dim=16,
     qk_rope_head_dim=8,
     v_head_dim=16,
-    scale=0.2,
+    softmax_scale=0.2,
     llama_4_scaling=(0.1, 8192),
     indexer=INDEXER,
 )
@@ -35,7 +35,7 @@ OPTIONS = {
     "decode_context_parallel_size": "-dcp",
     "exchange_timeout": "--dcp-exchange-timeout",
 }
-FLOATS = ("scale", "rms_norm_eps", "norm_eps", "kv_lora_scale", "exchange_timeout", "kv_cache_scale")
+FLOATS = ("softmax_scale", "rms_norm_eps", "norm_eps", "kv_lora_scale", "exchange_timeout", "kv_cache_scale")
 
 
 def fits(config: Any, name: str, value: object) -> bool:

@@ -80,7 +80,7 @@ class LayerStack(Stack):
         assert decode is not None
         for layer, cache in zip(self.layers, self.cache, strict=True):
             options = {"kv_scale": layer.kv_scale, "q_scale": layer.q_scale, "dtype": hidden.dtype}
-            sizes = self.config.scale, self.config.kv_lora_rank
+            sizes = self.config.softmax_scale, self.config.kv_lora_rank
             mla_decode(decode_call(self.group_q, cache.latents, decode, *sizes, **options))
 
     def finish(self, _: int = 0) -> None:

@@ -33,7 +33,7 @@ CONFIG = MLAConfig(
     qk_nope_head_dim=128,
     qk_rope_head_dim=64,
     v_head_dim=128,
-    scale=192**-0.5,
+    softmax_scale=192**-0.5,
 )
 _NUM_TOKENS = (1, 32, 256)
 _TIMEOUTS = 5  # limit of one test in multiples of --timeout, compilation of its kernels included

@@ -110,10 +110,10 @@ def _new_calls(config: MLAConfig, device: torch.device, dtype: torch.dtype) -> t
 
     heads, rope = config.num_heads, config.qk_rope_head_dim
     numbers = torch.zeros(1, dtype=torch.int32, device=device)
-    sizes = numbers[None], numbers, config.scale, config.kv_lora_rank
+    sizes = numbers[None], numbers, config.softmax_scale, config.kv_lora_rank
     q, q_pe = split_queries(new(1, heads, config.latent_dim), config.kv_lora_rank)
     decode = DecodeCall(q, q_pe, new(1, 64, config.latent_dim), *sizes)
     keys = new(1, heads, config.qk_nope_head_dim), new(1, rope), new(1, heads, config.v_head_dim)
     rows = Segments((0, 1), numbers)
-    prefill = PrefillCall(new(1, heads, config.qk_head_dim), *keys, *rows, *rows, config.scale, causal=True)
+    prefill = PrefillCall(new(1, heads, config.qk_head_dim), *keys, *rows, *rows, config.softmax_scale, causal=True)
     return decode, prefill

@@ -83,7 +83,7 @@ def decode_errors(config: MLAConfig, device: torch.device, dtype: torch.dtype) -
     q, cache = q.to(device, dtype), cache.to(device, dtype)
     table, seq_lens = table.to(device, torch.int32), seq_lens.flatten().to(device)
     rank = config.kv_lora_rank
-    call = DecodeCall(*split_queries(q, rank), cache, table, seq_lens, config.scale, rank, max_query_len=2)
+    call = DecodeCall(*split_queries(q, rank), cache, table, seq_lens, config.softmax_scale, rank, max_query_len=2)
     wide = call._replace(q=call.q.double(), q_pe=q[..., rank:].double(), kv_cache=cache.double())
     return _errors(mla_decode(call), reference.mla_decode(wide))
 
@@ -100,9 +100,11 @@ def prefill_errors(config: MLAConfig, device: torch.device, dtype: torch.dtype) 
         k_nope, v = kv.tensor_split((nope,), -1)
         k_pe = torch.randn(keys.start[-1], rope, generator=generator).to(device, dtype)
         is_causal = name == "causal"
-        got = mha_prefill(PrefillCall(q, k_nope, k_pe, v, *new, *keys, config.scale, is_causal))
+        got = mha_prefill(PrefillCall(q, k_nope, k_pe, v, *new, *keys, config.softmax_scale, is_causal))
         joined = join_keys(k_nope, k_pe).double()
-        answer = reference.mha_prefill(q.double(), joined, v.double(), new.start, keys.start, config.scale, is_causal)
+        answer = reference.mha_prefill(
+            q.double(), joined, v.double(), new.start, keys.start, config.softmax_scale, is_causal
+        )
         errors |= {f"{name} {result}": error for result, error in _errors(got, answer).items()}
     return errors
 

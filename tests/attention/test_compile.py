@@ -38,7 +38,7 @@ SMALL = MLAConfig(
     qk_nope_head_dim=8,
     qk_rope_head_dim=8,
     v_head_dim=4,
-    scale=0.25,
+    softmax_scale=0.25,
     attention_bias=True,
 )
 VARIANTS = {
@@ -57,7 +57,7 @@ DEEPSEEK = MLAConfig(
     qk_nope_head_dim=128,
     qk_rope_head_dim=64,
     v_head_dim=128,
-    scale=192**-0.5,
+    softmax_scale=192**-0.5,
 )
 
 

@@ -19,7 +19,7 @@ def decode_arguments() -> dict[str, Any]:
         "kv_cache": torch.zeros(4, 8, L + R),
         "block_table": torch.zeros(2, 2, dtype=torch.int32),
         "seq_lens": torch.ones(2, dtype=torch.int32),
-        "scale": 1.0,
+        "softmax_scale": 1.0,
         "kv_lora_rank": L,
     }
 
@@ -178,10 +178,10 @@ def test_a_backend_of_ones_own() -> None:
             register_backend(DECODE_BACKENDS, ours)
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan])
-def test_decode_names_a_scale_that_is_not_positive(scale: float) -> None:
-    with pytest.raises(ValueError, match=f"^scale is {scale}; it must be positive"):
-        decode(**{**decode_arguments(), "scale": scale})
+@pytest.mark.parametrize("softmax_scale", [0.0, -1.0, math.nan])
+def test_decode_names_a_scale_that_is_not_positive(softmax_scale: float) -> None:
+    with pytest.raises(ValueError, match=f"^softmax_scale is {softmax_scale}; it must be positive"):
+        decode(**{**decode_arguments(), "softmax_scale": softmax_scale})
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,8 @@ def test_codes_are_exact(dtype: torch.dtype, block_size: int, is_ds_mla: bool) -
     }
     out, _ = mla_decode(
         joined_call(
-            **{name: tensor if tensor is None else tensor.cuda() for name, tensor in on_device.items()}, scale=1.0
+            **{name: tensor if tensor is None else tensor.cuda() for name, tensor in on_device.items()},
+            softmax_scale=1.0,
         )
     )
     assert torch.equal(out.cpu(), wanted)

@@ -56,7 +56,7 @@ def decode_float64(batch: Batch) -> list[tuple[Tensor, Tensor]]:
     for seed, length, new in batch:
         latents = sizes.rows(seed, length, sizes.latent + sizes.rope).float().double()
         q = sizes.rows(seed + 1000, length, sizes.num_heads, latents.shape[1])[length - new :]
-        scores = torch.einsum("thd,sd->ths", q, latents) * sizes.scale
+        scores = torch.einsum("thd,sd->ths", q, latents) * sizes.softmax_scale
         scores += torch.full((new, length), -torch.inf).triu(length - new + 1)[:, None]
         results.append((scores.softmax(-1) @ latents[:, : sizes.latent], scores.logsumexp(-1)))
     return results

@@ -102,7 +102,7 @@ def check_prompts_among_others(sizes: Sizes) -> None:
     def attend(rows: slice, prefill: PrefillMetadata) -> Tensor:
         out = torch.full((num_tokens, sizes.num_heads, sizes.value), 7.0, dtype=sizes.dtype, device=sizes.device)[rows]
         heads = kv[rows].unflatten(-1, (sizes.num_heads, -1)).split([sizes.nope, sizes.value], -1)
-        OrderedResults(q[rows], prefill, sizes.scale, out).attend_to_own(*heads, k_pe[rows])
+        OrderedResults(q[rows], prefill, sizes.softmax_scale, out).attend_to_own(*heads, k_pe[rows])
         return out
 
     for first in (0, 1, 127, 128, 259):

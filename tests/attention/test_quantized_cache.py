@@ -180,7 +180,7 @@ def queries_and_latents(weights: dict[str, Tensor], config: MLAConfig, hidden: T
 
 def over_latents(q: Tensor, keys: Tensor, config: MLAConfig) -> Tensor:
     """Absorbed queries [T, h, L + R] of a sequence's last tokens over its latents [S, L + R], causal -> [T, h, L]."""
-    scores = torch.einsum("thd,sd->ths", q, keys) * config.scale
+    scores = torch.einsum("thd,sd->ths", q, keys) * config.softmax_scale
     is_later = torch.arange(len(keys)) > torch.arange(len(keys) - len(q), len(keys))[:, None]
     return torch.einsum(
         "ths,sl->thl", scores.masked_fill(is_later[:, None], -math.inf).softmax(-1), keys[:, : config.kv_lora_rank]

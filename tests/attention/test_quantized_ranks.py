@@ -67,7 +67,7 @@ def test_ranks_in_one_process(size: int, interleave: int) -> None:
 
         decode_q = absorbed[:1] if q_scale is None else to_fp8(absorbed[:1], q_scale)
         parts = [
-            decode_on(step, decode_q, cache, config.scale, kv_scale, q_scale)
+            decode_on(step, decode_q, cache, config.softmax_scale, kv_scale, q_scale)
             for step, cache in zip(steps, caches, strict=True)
         ]
         outs, lses = zip(*parts, strict=True)
@@ -89,7 +89,7 @@ def test_ranks_in_one_process(size: int, interleave: int) -> None:
                 caches[rank],
                 up(w_kv_b),
                 prefill_of(steps[rank]),
-                config.scale,
+                config.softmax_scale,
                 AllRanks(caches, steps),
             )
             out, _ = dcp_mla_prefill(*what, kv_scale)

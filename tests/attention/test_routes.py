@@ -31,7 +31,7 @@ CASES = [
     for heads, table in MEASURED.items()
     for numbers in re.findall(r"(\d+)x(\d+)@(\d+) (\d+)/(\d+)", table)
 ]
-DENSE = replace(CONFIG, scale=0.1)
+DENSE = replace(CONFIG, softmax_scale=0.1)
 INDEXER = IndexerConfig(num_heads=64, head_dim=128, topk=2048, rope_interleaved=False)
 SPARSE = replace(DENSE, indexer=INDEXER)
 FREE = Rates(matmul_tflops=1e18, mha_tflops=1e18, absorbed_tflops=1e18, call_us=0)  # products in no time

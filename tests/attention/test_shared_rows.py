@@ -59,7 +59,7 @@ class SharedCase(Case):
         on_device = {name: tensor if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
         on_device["kv_cache"], on_device["block_table"] = _half(cache.to(device), page), table.to(device)[:, 4:]
         more = dict.fromkeys(("request_index", "query_start_loc", "kv_scale", "q_scale"))
-        numbers = {"scale": width**-0.5, "kv_lora_rank": width, "max_query_len": 1, "dtype": self.dtype}
+        numbers = {"softmax_scale": width**-0.5, "kv_lora_rank": width, "max_query_len": 1, "dtype": self.dtype}
         return {**on_device, **more, **numbers}
 
     def answer(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -109,7 +109,7 @@ def test_attention_in_parts(format: str) -> None:
     for first, part in ((0, lens // 3), (lens // 3, lens - lens // 3)):
         index = torch.arange(table.shape[1]) + (first if isinstance(first, int) else first[:, None])
         mine = table.gather(1, index.expand(len(q), -1).clamp(max=table.shape[1] - 1))
-        call = DecodeCall(q, None, cache, mine, part.to(torch.int32), inputs["scale"], 128)
+        call = DecodeCall(q, None, cache, mine, part.to(torch.int32), inputs["softmax_scale"], 128)
         parts.append(dcp_mla_decode(call, LocalExchange()))
     out, lse = zip(*parts, strict=True)
     for got, wanted in zip(merge_partials(torch.stack(out), torch.stack(lse)), whole, strict=True):
@@ -206,7 +206,7 @@ def test_codes_are_exact(dtype: torch.dtype) -> None:
     assert wanted.isfinite().all()
     tensors = torch.zeros(64, 16, 512, dtype=dtype), cache, numbers[:, None], torch.ones(64, dtype=torch.int32)
     for backend in ("hopper", "triton") if torch.cuda.get_device_capability()[0] == 9 else ("triton",):
-        out, _ = decode(*(tensor.cuda() for tensor in tensors), scale=1.0, backend=backend)
+        out, _ = decode(*(tensor.cuda() for tensor in tensors), softmax_scale=1.0, backend=backend)
         assert torch.equal(out.cpu(), wanted)
 
 

@@ -30,13 +30,13 @@ def joined_call(
     kv_cache: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
-    scale: float,
+    softmax_scale: float,
     kv_lora_rank: int = 512,
     *requests: Any,
     **options: Any,
 ) -> DecodeCall:
     """Return the call of queries whose parts are joined, or a tuple."""
-    sizes = block_table, seq_lens, scale, kv_lora_rank
+    sizes = block_table, seq_lens, softmax_scale, kv_lora_rank
     return DecodeCall(*split_queries(q, kv_lora_rank), kv_cache, *sizes, *requests, **options)
 
 

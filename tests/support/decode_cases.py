@@ -83,7 +83,7 @@ class Case:
             "q_scale": q_scale,
         }
         on_device = {name: tensor if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
-        numbers = {"scale": width**-0.5, "kv_lora_rank": self.kv_lora_rank, "max_query_len": max(queries)}
+        numbers = {"softmax_scale": width**-0.5, "kv_lora_rank": self.kv_lora_rank, "max_query_len": max(queries)}
         return {**on_device, **numbers, "dtype": self.dtype}
 
     def new_workspace(self, device: str) -> Tensor | None:

@@ -21,7 +21,7 @@ CONFIG = MLAConfig(
     qk_nope_head_dim=16,
     qk_rope_head_dim=8,
     v_head_dim=16,
-    scale=24**-0.5,
+    softmax_scale=24**-0.5,
 )
 CPU = torch.device("cpu")
 SEQ_LEN = 12

@@ -20,7 +20,7 @@ CONFIG = MLAConfig(
     qk_nope_head_dim=128,
     qk_rope_head_dim=64,
     v_head_dim=128,
-    scale=192**-0.5,
+    softmax_scale=192**-0.5,
     attention_bias=True,
 )
 # Rounding rows to e4m3 changes numbers by 2^-4 at most, and a norm by 2.5 %.

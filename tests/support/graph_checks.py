@@ -81,7 +81,7 @@ def check_stack(dcp: DCPConfig, num_layers: int, num_heads: int, device_type: st
         qk_nope_head_dim=128,
         qk_rope_head_dim=64,
         v_head_dim=128,
-        scale=192**-0.5,
+        softmax_scale=192**-0.5,
         indexer=None if topk is None else IndexerConfig(num_heads=64, head_dim=128, topk=topk, rope_interleaved=False),
     )
     mesh, device = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size), device_of(device_type)

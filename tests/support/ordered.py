@@ -52,7 +52,7 @@ class Sizes:
         return drawn.to(self.device, self.input_dtype or self.dtype).to(self.dtype)
 
     @property
-    def scale(self) -> float:
+    def softmax_scale(self) -> float:
         return (self.latent + self.rope) ** -0.5
 
 
@@ -99,7 +99,7 @@ def decode_call(sizes: Sizes, size: int, q: Tensor, cache: Tensor, decode: Decod
         cache,
         decode.block_table,
         decode.local_seq_lens,
-        sizes.scale,
+        sizes.softmax_scale,
         sizes.latent,
         request_index=decode.request_index,
         query_start_loc=decode.query_start_loc,
@@ -179,7 +179,7 @@ def prefill(sizes: Sizes, size: int, batch: Batch, workspace: int = 1 << 16) -> 
         if sizes.cache_format != "auto":
             latents = round_latents(latents, sizes.latent, shared[0][0].dtype, kv_scale)
     rows = q, *latents.split(widths, -1), shared[0][0]
-    out, _ = dcp_mla_prefill(*rows, project, prefill, sizes.scale, exchange, kv_scale)
+    out, _ = dcp_mla_prefill(*rows, project, prefill, sizes.softmax_scale, exchange, kv_scale)
     return list(out.split([num for _, _, num in batch]))
 
 

@@ -57,7 +57,7 @@ class DecodeCall(NamedTuple):
         seq_lens: Number of tokens that each query token sees [T], int32: the first tokens of its request in this cache,
             which under DCP stores only this rank's tokens. Within a request the numbers must not decrease. The tensor
             must not be written while a kernel runs.
-        scale: Softmax scale, positive.
+        softmax_scale: Factor of the scores, positive.
         kv_lora_rank: Width of the latent, which is the value.
         request_index: Row of block_table of each segment [num_segments], int32. A segment is what a kernel treats as
             one request: a request, or some of a long one's query tokens; segments of one request have the same row. If
@@ -79,7 +79,7 @@ class DecodeCall(NamedTuple):
     kv_cache: Tensor
     block_table: Tensor
     seq_lens: Tensor
-    scale: float
+    softmax_scale: float
     kv_lora_rank: int
     request_index: Tensor | None = None
     query_start_loc: Tensor | None = None
@@ -100,8 +100,8 @@ class DecodeCall(NamedTuple):
         q, workspace = self.q, self.workspace
         self._check_cache()
         self._check_requests()
-        if not self.scale > 0:
-            raise ValueError(f"scale is {self.scale}; it must be positive")
+        if not self.softmax_scale > 0:
+            raise ValueError(f"softmax_scale is {self.softmax_scale}; it must be positive")
         expected = torch.float32, 1, q.device
         if workspace is not None and (workspace.dtype, workspace.ndim, workspace.device) != expected:
             raise ValueError(
@@ -270,7 +270,7 @@ class PrefillCall(NamedTuple):
             then k_pe. Views with stride 1 along a row, and any other strides.
         query_start, query_start_loc: `Segments` of the queries: rows of each request among the T queries.
         key_start, key_start_loc: `Segments` of the keys: rows of each request among the S keys.
-        scale: Softmax scale, positive.
+        softmax_scale: Factor of the scores, positive.
         causal: Whether query j of a request sees only keys 0 to j of it (queries and keys are the same tokens).
         mask: Bits [T, ceil(N / 32)] in words of int32, contiguous. N is the largest number of keys of a request; a
             query sees the keys whose bits are set (`selection_mask`). None for no mask.
@@ -290,7 +290,7 @@ class PrefillCall(NamedTuple):
     query_start_loc: Tensor
     key_start: Sequence[int]
     key_start_loc: Tensor
-    scale: float
+    softmax_scale: float
     causal: bool
     mask: Tensor | None = None
     backend: str = "auto"

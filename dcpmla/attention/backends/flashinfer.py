@@ -17,7 +17,7 @@ _WORKSPACE_BYTES = 128 << 20  # size that FlashInfer recommends
 def run_prefill(call: PrefillCall) -> tuple[Tensor, Tensor]:
     """Compute a `PrefillCall` without a mask."""
     q, v, queries, keys = call.q, call.v, call.queries, call.keys
-    sizes = q.shape[1], q.shape[2], v.shape[2], call.scale, call.causal, q.dtype, q.device
+    sizes = q.shape[1], q.shape[2], v.shape[2], call.softmax_scale, call.causal, q.dtype, q.device
     out, lse = _plan_prefill(queries.start, keys.start, *sizes).run(
         q, join_keys(call.k_nope, call.k_pe), v, return_lse=True
     )

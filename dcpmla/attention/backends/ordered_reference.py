@@ -24,7 +24,7 @@ class OrderedPrefillCall(NamedTuple):
     """The arguments of one call of multi-head attention in a fixed order, of new tokens to one chunk of their keys.
 
     Attributes:
-        q, k_nope, k_pe, v, scale: As in `PrefillCall`.
+        q, k_nope, k_pe, v, softmax_scale: As in `PrefillCall`.
         query_start_loc, key_start_loc: First row of each request in q and in the keys, and the end [num_reqs + 1]
             int32; the first may be above 0.
         query_position, key_position: Position of each request's first query and first key [num_reqs] int32. Keys begin
@@ -39,7 +39,7 @@ class OrderedPrefillCall(NamedTuple):
     query_position: Tensor
     key_start_loc: Tensor
     key_position: Tensor
-    scale: float
+    softmax_scale: float
 
 
 class Sums(NamedTuple):
@@ -119,7 +119,7 @@ def decode_in_order(call: DecodeCall, table: Tensor, tokens: slice) -> tuple[Ten
         stored = call.kv_cache[blocks.to(torch.int64), positions % call.block_size]
         kv = formats.to_latents(stored, call.kv_lora_rank, call.kv_scale, dtype).unflatten(1, (num_classes, TILE))
         kv = kv.masked_fill(~valid[..., None], 0.0)[:, :, None]  # unwritten slots may hold NaN, and 0 x NaN is NaN
-        scores = (halve(q * kv, -1) * call.scale).masked_fill(~valid[:, :, None], -torch.inf)
+        scores = (halve(q * kv, -1) * call.softmax_scale).masked_fill(~valid[:, :, None], -torch.inf)
         sums = sums.add_tile(scores, kv[..., : call.kv_lora_rank])
         if (index + 1) % SPLIT_TILES == 0 or index == num_rounds - 1:
             merged = merge_pair(*merged, *sums.result())
@@ -155,7 +155,7 @@ def prefill_in_order(call: OrderedPrefillCall, out: Tensor, lse: Tensor, sums: S
                 rows = slice(start, min(start + num_rows, queries.stop))
                 seen = positions[rows.start - queries.start : rows.stop - queries.start] - key_position - first
                 tile = slice(first, first + TILE)
-                _add_keys(call.q[rows].to(dtype), k[tile], v[tile], call.scale, seen, rows, sums)
+                _add_keys(call.q[rows].to(dtype), k[tile], v[tile], call.softmax_scale, seen, rows, sums)
         if key_position + len(k) == query_position + len(positions):
             result = Sums(*(part[queries] for part in sums)).result()
             out[queries], lse[queries] = result[0].to(out.dtype), result[1]

@@ -56,7 +56,7 @@ def _decode_tile(call: DecodeCall, table: Tensor, tokens: slice) -> tuple[Tensor
     valid = torch.arange(kv.shape[1], device=q.device) < seq_lens[:, None]
     kv = kv.masked_fill(~valid[..., None], 0.0)  # unwritten slots may hold NaN, and 0 x NaN is NaN
     q = q if call.q_scale is None else q * call.q_scale
-    scores = torch.einsum("thd,tsd->ths", q, kv) * call.scale
+    scores = torch.einsum("thd,tsd->ths", q, kv) * call.softmax_scale
     probs, lse = _softmax(scores.masked_fill(~valid[:, None], -torch.inf))
     return torch.einsum("ths,tsl->thl", probs, kv[..., : call.kv_lora_rank]).to(call.out_dtype), lse
 
@@ -64,7 +64,9 @@ def _decode_tile(call: DecodeCall, table: Tensor, tokens: slice) -> tuple[Tensor
 def run_prefill(call: PrefillCall) -> tuple[Tensor, Tensor]:
     """Compute a `PrefillCall`."""
     bounds = call.queries.start, call.keys.start
-    return mha_prefill(call.q, join_keys(call.k_nope, call.k_pe), call.v, *bounds, call.scale, call.causal, call.mask)
+    return mha_prefill(
+        call.q, join_keys(call.k_nope, call.k_pe), call.v, *bounds, call.softmax_scale, call.causal, call.mask
+    )
 
 
 def mha_prefill(

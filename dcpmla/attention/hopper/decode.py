@@ -226,7 +226,7 @@ def _launch(call: DecodeCall, out: Tensor, lse: Tensor, mail: tuple[Tensor | int
         call.max_query_len,
         num_heads,
         queries.token_stride,
-        call.scale * LOG2E.value,
+        call.softmax_scale * LOG2E.value,
         *mail,
         ROW_STRIDE=cache.row_stride,
         PAGE_STRIDE=cache.page_stride,

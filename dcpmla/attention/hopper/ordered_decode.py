@@ -221,7 +221,7 @@ def _attend(call: DecodeCall, partials: Partials, grid: tuple[int, int]) -> None
         queries.token_stride,
         call.num_classes,
         len(partials.lses),
-        call.scale * LOG2E.value,
+        call.softmax_scale * LOG2E.value,
         ROW_STRIDE=cache.row_stride,
         REQS=request_bound(num_reqs),
         IS_CONVERTED=cache.is_converted,

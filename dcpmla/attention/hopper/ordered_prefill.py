@@ -228,7 +228,7 @@ def run(call: OrderedPrefillCall, out: Tensor, lse: Tensor, sums: Sums) -> None:
         q.stride(1),
         k_nope.stride(1),
         v.stride(1),
-        call.scale * LOG2E.value,
+        call.softmax_scale * LOG2E.value,
         num_warps=4,
         enable_fp_fusion=False,  # a compiler may fuse in one variant and not in another
     )

@@ -112,7 +112,7 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor]:
         q.stride(1),
         call.k_nope.stride(1),
         call.v.stride(1),
-        call.scale * LOG2E.value,
+        call.softmax_scale * LOG2E.value,
         IS_CAUSAL=call.causal,
         num_warps=4,
     )

@@ -25,9 +25,9 @@ def mla_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
     Returns:
         out [T, H, kv_lora_rank], lse [T, H] float32 natural log; (0, -inf) for a query that sees no token.
     Raises:
-        ValueError: Shapes, devices, dtypes or scales do not match, numbers are not int32 or not contiguous, scale is
-            not positive, workspace does not come from `decode_workspace`, or the backend does not exist or cannot run
-            the call.
+        ValueError: Shapes, devices, dtypes or scales do not match, numbers are not int32 or not contiguous,
+            softmax_scale is not positive, workspace does not come from `decode_workspace`, or the backend does not
+            exist or cannot run the call.
     Source: DeepSeek-V2, section 2.1 (the up-projections absorbed into query and output).
     """
     return run_call(call.checked(), None)
@@ -66,7 +66,7 @@ def dcp_mla_decode(
 
 
 def decode_call(
-    q: Queries, kv_cache: Tensor, decode: DecodeMetadata, scale: float, kv_lora_rank: int, **options: Any
+    q: Queries, kv_cache: Tensor, decode: DecodeMetadata, softmax_scale: float, kv_lora_rank: int, **options: Any
 ) -> DecodeCall:
     """Return the call of a step's decodes.
 
@@ -82,7 +82,7 @@ def decode_call(
         kv_cache,
         decode.block_table,
         decode.local_seq_lens,
-        scale,
+        softmax_scale,
         kv_lora_rank,
         decode.request_index,
         decode.query_start_loc,

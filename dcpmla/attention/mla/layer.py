@@ -219,7 +219,7 @@ class MLAAttention(AttentionWeights):
         rows = values.rows()
         assert isinstance(rows, Tensor)
         out = rows.unflatten(1, (self.num_heads, -1))
-        overwrite_prompts(out, self.prepare_mha(tokens, latents), latents, step.prefill, self.config.scale)
+        overwrite_prompts(out, self.prepare_mha(tokens, latents), latents, step.prefill, self.config.softmax_scale)
         output.append(out)
 
     def touch_peak_memory(self, num_tokens: int) -> None:
@@ -306,7 +306,7 @@ class MLAAttention(AttentionWeights):
             kv_cache,
             partial(project_latents, w_kv_b=mha.w_kv_b, in_order=prefill.in_order),
             prefill,
-            self.config.scale,
+            self.config.softmax_scale,
             self.exchange,
             self.kv_scale,
             None if tokens.selection is None else tokens.selection.positions,
@@ -328,7 +328,7 @@ class MLAAttention(AttentionWeights):
             absorbed if dcp.dcp_q_replicate else self.exchange.gather_heads(absorbed),
             kv_cache,
             decode,
-            self.config.scale,
+            self.config.softmax_scale,
             self.config.kv_lora_rank,
             kv_scale=self.kv_scale,
             q_scale=self.q_scale,

@@ -28,7 +28,7 @@ class OrderedResults:
     Args:
         q: Queries [T, h, P + R], rotated.
         prefill: Metadata with chunks that include the new tokens, or without chunks.
-        scale: Softmax scale.
+        softmax_scale: Factor of the scores.
         out: Memory of the output [T, h, V] in the dtype of q, contiguous, in which rows of no request stay as they are;
             None for new memory.
     Attributes:
@@ -37,8 +37,8 @@ class OrderedResults:
 
     out: Tensor
 
-    def __init__(self, q: Tensor, prefill: PrefillMetadata, scale: float, out: Tensor | None = None) -> None:
-        self._q, self._scale, self._memory = q, scale, out
+    def __init__(self, q: Tensor, prefill: PrefillMetadata, softmax_scale: float, out: Tensor | None = None) -> None:
+        self._q, self._softmax_scale, self._memory = q, softmax_scale, out
         self._queries = prefill.queries.start_loc, prefill.first_position
         self._num_chunks = len(prefill.context_chunks)
         self._sums: Sums | None = None
@@ -60,11 +60,13 @@ class OrderedResults:
             num_rows = 0 if self._num_chunks < 2 and runs_kernel(q) else q.shape[0]
             empty = q.new_empty(0, dtype=torch.promote_types(q.dtype, torch.float32))
             self._sums = new_sums((num_rows, q.shape[1]), v.shape[-1], empty)
-        call = OrderedPrefillCall(q, k_nope, k_pe, v, *self._queries, *keys, self._scale)
+        call = OrderedPrefillCall(q, k_nope, k_pe, v, *self._queries, *keys, self._softmax_scale)
         attend_to_chunk(call, self.out, self.lse, self._sums)
 
 
-def overwrite_prompts(out: Tensor, mha: MHAInputs, latents: Tensor, prefill: PrefillMetadata, scale: float) -> None:
+def overwrite_prompts(
+    out: Tensor, mha: MHAInputs, latents: Tensor, prefill: PrefillMetadata, softmax_scale: float
+) -> None:
     """Write the output of prompts without contexts into their rows, in a step in which only the device knows which rows
     these are (`StepMetadata.shares_rows`).
 
@@ -76,7 +78,7 @@ def overwrite_prompts(out: Tensor, mha: MHAInputs, latents: Tensor, prefill: Pre
     assert mha.kv is not None
     num_heads, rank = mha.q.shape[1], mha.w_kv_b.shape[2]
     k_nope, v = mha.kv.unflatten(1, (num_heads, -1)).tensor_split((mha.w_kv_b.shape[1] - out.shape[2],), -1)
-    OrderedResults(mha.q, prefill, scale, out).attend_to_own(k_nope, v, latents[:, rank:])
+    OrderedResults(mha.q, prefill, softmax_scale, out).attend_to_own(k_nope, v, latents[:, rank:])
 
 
 @operator("ordered_prefill", fake=nothing, mutates_args=("out", "lse", "acc", "peak", "total"))

@@ -46,7 +46,7 @@ def touch_attention_memory(
     q, k_nope, v = (new(0, num_heads, width) for width in widths)
     rows = Segments((0, 0), new(0, dtype=torch.int32))
     k_pe, backend = new(0, config.qk_rope_head_dim), dcp.prefill_backend
-    call = PrefillCall(q, k_nope, k_pe, v, *rows, *rows, config.scale, causal=False, backend=backend)
+    call = PrefillCall(q, k_nope, k_pe, v, *rows, *rows, config.softmax_scale, causal=False, backend=backend)
     joins_keys = select_backend(PREFILL_BACKENDS, call).joins_keys
     buffers = [
         new(num_keys, num_heads, config.qk_nope_head_dim + config.v_head_dim),

@@ -25,7 +25,7 @@ def dcp_mla_prefill(
     kv_cache: Tensor,
     up_project: UpProjection,
     prefill: PrefillMetadata,
-    scale: float,
+    softmax_scale: float,
     exchange: Exchange,
     kv_scale: Tensor | None = None,
     selected_positions: Tensor | None = None,
@@ -81,9 +81,9 @@ def dcp_mla_prefill(
     )
     results: OrderedResults | MergedResults
     if prefill.in_order:
-        results = OrderedResults(q, prefill, scale)
+        results = OrderedResults(q, prefill, softmax_scale)
     else:
-        results = MergedResults(q, prefill, scale, selected_positions, backend)
+        results = MergedResults(q, prefill, softmax_scale, selected_positions, backend)
     if not (prefill.in_order and chunks):
         k_nope, v = split_heads(up_project(kv_c) if kv is None else kv)
         results.attend_to_own(k_nope, v, k_pe)
@@ -100,7 +100,7 @@ class MergedResults:
     """Attention of prefill tokens to their own keys, then chunk by chunk to their contexts, merged by LSE.
 
     Args:
-        q, scale, selected_positions, backend: Arguments of `dcp_mla_prefill`.
+        q, softmax_scale, selected_positions, backend: Arguments of `dcp_mla_prefill`.
         prefill: Metadata of the tokens.
     Attributes:
         out, lse: Results so far [T, h, V] and [T, h], in float32 or wider until the last chunk.
@@ -110,9 +110,9 @@ class MergedResults:
     lse: Tensor
 
     def __init__(
-        self, q: Tensor, prefill: PrefillMetadata, scale: float, selected_positions: Tensor | None, backend: str
+        self, q: Tensor, prefill: PrefillMetadata, softmax_scale: float, selected_positions: Tensor | None, backend: str
     ) -> None:
-        self._q, self._prefill, self._scale, self._backend = q, prefill, scale, backend
+        self._q, self._prefill, self._softmax_scale, self._backend = q, prefill, softmax_scale, backend
         self._selected = selected_positions
 
     def attend_to_own(self, k_nope: Tensor, v: Tensor, k_pe: Tensor) -> None:
@@ -134,7 +134,7 @@ class MergedResults:
         if self._selected is not None:
             mask = selection_mask(self._selected, queries.start_loc, first_position, max(keys.lens))
         window = self._prefill.window if causal and mask is not None else None
-        inputs = self._q, k_nope, k_pe, v, *queries, *keys, self._scale
+        inputs = self._q, k_nope, k_pe, v, *queries, *keys, self._softmax_scale
         return mha_prefill(PrefillCall(*inputs, causal, mask, self._backend, window))
 
 

@@ -231,7 +231,7 @@ def run(call: DecodeCall) -> tuple[Tensor, Tensor]:
         call.num_segments,
         call.max_query_len,
         num_heads,
-        call.scale * _LOG2E,
+        call.softmax_scale * _LOG2E,
         ROWS=rows,
         LATENT=call.kv_lora_rank,
         ROPE=call.rope_dim,

@@ -69,7 +69,7 @@ def _attend(call: DecodeCall, partials: Partials, tile: Tile) -> None:
         q.shape[1],
         call.num_classes,
         len(partials.lses),
-        call.scale * LOG2_E.value,
+        call.softmax_scale * LOG2_E.value,
         ROWS=tile.rows,
         KEYS=tile.keys,
         LATENT=q.shape[2],

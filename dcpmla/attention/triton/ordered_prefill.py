@@ -163,7 +163,7 @@ def run(call: OrderedPrefillCall, out: torch.Tensor, lse: torch.Tensor, sums: Su
         call.key_position,
         num_reqs,
         num_heads,
-        call.scale * LOG2_E.value,
+        call.softmax_scale * LOG2_E.value,
         *q.stride()[:2],
         *dims,
         *tiles,

@@ -245,7 +245,7 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor]:
         num_heads,
         None if mask is None else mask.shape[1],
         call.window,
-        call.scale * LOG2_E.value,
+        call.softmax_scale * LOG2_E.value,
         *q.stride()[:2],
         *dims,
         *tiles,

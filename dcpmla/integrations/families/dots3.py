@@ -100,7 +100,7 @@ class _Dots3(Family):
         assert mla.q_lora_rank is not None
         return replace(
             mla,
-            scale=mla.qk_head_dim**-0.5 * math.sqrt(mla.hidden_size / mla.q_lora_rank),
+            softmax_scale=mla.qk_head_dim**-0.5 * math.sqrt(mla.hidden_size / mla.q_lora_rank),
             kv_lora_scale=math.sqrt(mla.hidden_size / mla.kv_lora_rank),
             rms_norm_eps=config.rms_norm_eps,
             norms_k_pe=True,

@@ -120,7 +120,7 @@ class Family:
             qk_nope_head_dim=config.qk_nope_head_dim,
             qk_rope_head_dim=config.qk_rope_head_dim,
             v_head_dim=config.v_head_dim,
-            scale=scale,
+            softmax_scale=scale,
             rms_norm_eps=_LATENT_NORM_EPS,
             rope_interleaved=getattr(config, "rope_interleave", True),
             attention_bias=config.attention_bias,

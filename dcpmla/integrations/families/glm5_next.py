@@ -68,7 +68,7 @@ class _Glm5Next(HybridFamily):
         )
         return replace(
             super().mla(padded),
-            scale=config.qk_nope_head_dim**-0.5,
+            softmax_scale=config.qk_nope_head_dim**-0.5,
             rms_norm_eps=config.rms_norm_eps,
             use_rope=False,
             projects_pe=False,

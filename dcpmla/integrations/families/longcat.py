@@ -35,8 +35,8 @@ class _Longcat(Family):
     def mla(self, config: Any) -> MLAConfig:
         """Return the geometry, its scales with the factors of LongCat's report."""
         mla = super().mla(config)
-        scale = mla.scale * math.sqrt(config.hidden_size / config.q_lora_rank)
-        return replace(mla, scale=scale, kv_lora_scale=math.sqrt(config.hidden_size / config.kv_lora_rank))
+        scale = mla.softmax_scale * math.sqrt(config.hidden_size / config.q_lora_rank)
+        return replace(mla, softmax_scale=scale, kv_lora_scale=math.sqrt(config.hidden_size / config.kv_lora_rank))
 
     def attention(self, config: Any, has_mtp: bool = False) -> Stack:
         """Return dense MLA; the MTP module has one layer."""

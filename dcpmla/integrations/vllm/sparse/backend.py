@@ -125,6 +125,6 @@ def _config_of(layer: Any, vllm_config: Any, indexer: IndexerConfig) -> MLAConfi
         qk_nope_head_dim=layer.qk_nope_head_dim,
         qk_rope_head_dim=layer.qk_rope_head_dim or 2,  # rows of latents alone cost nearly the same
         v_head_dim=layer.v_head_dim,
-        scale=layer.scale,
+        softmax_scale=layer.scale,
         indexer=indexer,
     )
