@@ -72,12 +72,12 @@ def main() -> None:
     random.Random(0).shuffle(blocks)
     num_bytes = num_blocks * plan.bytes_per_block
     on_device, on_host = torch.empty(num_bytes, dtype=torch.uint8, device=device), host_bytes(num_bytes, is_pinned=True)
-    in_order, scattered = list(range(num_blocks)), random.Random(1).sample(range(2 * num_blocks), num_blocks)
+    is_deterministic, scattered = list(range(num_blocks)), random.Random(1).sample(range(2 * num_blocks), num_blocks)
     rows = [
         measure("plain load", num_bytes, lambda: plain(on_host, on_device)),
         measure("plain store", num_bytes, lambda: plain(on_device, on_host)),
-        measure("store", num_bytes, lambda: memory.store(blocks, in_order)),
-        measure("load", num_bytes, lambda: memory.load(blocks, in_order)),
+        measure("store", num_bytes, lambda: memory.store(blocks, is_deterministic)),
+        measure("load", num_bytes, lambda: memory.load(blocks, is_deterministic)),
         measure("store, scattered slots", num_bytes, lambda: memory.store(blocks, scattered)),
         measure("load, scattered slots", num_bytes, lambda: memory.load(blocks, scattered)),
     ]

@@ -25,7 +25,7 @@ from dcpmla.fields import (
     whole,
 )
 from dcpmla.indexer_config import IndexerConfig
-from dcpmla.ownership import NUM_CLASSES, TILE, Owner, check_block_size
+from dcpmla.ownership import NUM_TILE_LANES, TILE, Owner, check_block_size
 
 DCP_COMM_BACKENDS = ("auto", "ag_rs", "a2a", "direct")
 DCP_EXCHANGE_DTYPES = ("auto", "fp8")
@@ -296,11 +296,11 @@ class DCPConfig:
         for name, is_asked in refused.items():
             if is_asked:
                 raise ValueError(f"deterministic (--deterministic) does not support {name}; leave it out")
-        if dcp > 1 and (interleave != TILE or NUM_CLASSES % dcp):
+        if dcp > 1 and (interleave != TILE or NUM_TILE_LANES % dcp):
             raise ValueError(
                 f"deterministic (--deterministic) with decode_context_parallel_size (-dcp) {dcp} and "
                 f"cp_kv_cache_interleave_size (--cp-kv-cache-interleave-size) {interleave}; it needs dcp 1, or dcp "
-                f"{choices(divisors(NUM_CLASSES)[1:])} and an interleave of {TILE}"
+                f"{choices(divisors(NUM_TILE_LANES)[1:])} and an interleave of {TILE}"
             )
 
     @property
@@ -313,9 +313,9 @@ class DCPConfig:
         return math.lcm(self.block_size, self.decode_context_parallel_size * self.cp_kv_cache_interleave_size, tiles)
 
     @property
-    def num_own_classes(self) -> int | None:
-        """Return the number of classes of tiles that one rank caches; None if sums have any order."""
-        return NUM_CLASSES // self.decode_context_parallel_size if self.deterministic else None
+    def num_own_lanes(self) -> int | None:
+        """Return the number of lanes of tiles that one rank caches; None if sums have any order."""
+        return NUM_TILE_LANES // self.decode_context_parallel_size if self.deterministic else None
 
     @property
     def virtual_block_size(self) -> int:

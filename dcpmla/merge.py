@@ -33,7 +33,7 @@ def merge_tree(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Merge partial attention in a fixed order: part i with part i + N / 2, until one is left. Other numbers of parts
     than powers of two are merged as if empty parts made them one.
 
-    So merging the classes of each rank first (`ownership.NUM_CLASSES`) and then the ranks gives the same bits for every
+    So merging the lanes of each rank first (`ownership.NUM_TILE_LANES`) and then the ranks gives the same bits for any
     number of ranks. An empty part leaves the bits of the other unchanged.
 
     Args:

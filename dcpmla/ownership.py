@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Deterministic attention sums over tiles of TILE positions; tile i is of class i % NUM_CLASSES. With an interleave of
-# TILE a rank of W stores whole classes, those whose remainder by W is its own number.
-TILE, NUM_CLASSES = 64, 8
+# Deterministic attention sums over tiles of TILE positions; tile i is in lane i % NUM_TILE_LANES. With an interleave of
+# TILE a rank of W stores whole lanes, those whose remainder by W is its own number.
+TILE, NUM_TILE_LANES = 64, 8
 Integers = TypeVar("Integers", int, Tensor, np.ndarray)
 
 

@@ -85,14 +85,14 @@ def absorb_query(call: QueryAbsorption) -> Tensor:
     return absorbed if q_scale is None else to_fp8(absorbed, q_scale)
 
 
-def project_latents(kv_c: Tensor, w_kv_b: Tensor, in_order: bool) -> Tensor:
+def project_latents(kv_c: Tensor, w_kv_b: Tensor, is_deterministic: bool) -> Tensor:
     """Return the nope part of keys and values [S, h (P + V)] of latents [S, L], by a weight [h, P + V, L].
 
     Args:
-        in_order: Whether a row's bits depend on no other row.
+        is_deterministic: Whether a row's bits depend on no other row.
     """
     weight = w_kv_b.flatten(0, 1)
-    return fixed_linear(kv_c, weight, kv_c.dtype) if in_order else F.linear(kv_c, weight)
+    return fixed_linear(kv_c, weight, kv_c.dtype) if is_deterministic else F.linear(kv_c, weight)
 
 
 @operator("rotate_query_", kernel="dcpmla.attention.triton.rope:rotate_query_", fake=nothing, mutates_args=("q",))

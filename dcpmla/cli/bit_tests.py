@@ -30,7 +30,7 @@ from dcpmla.integrations.open_model import ModelFiles, check_layout, open_model
 from dcpmla.job.bootstrap import agree
 from dcpmla.job.join import Job
 from dcpmla.llm import build_engine
-from dcpmla.ownership import NUM_CLASSES
+from dcpmla.ownership import NUM_TILE_LANES
 from dcpmla.parallel.mesh import init_mesh
 
 _MAX_MODEL_LEN = 1024
@@ -88,7 +88,7 @@ def _compare(name: str, answers: list[Answer], expected: list[Answer]) -> SelfTe
 def _layouts(job: Job) -> Iterator[DCPConfig]:
     """Yield the layouts of the mode, with each exchange that is possible here."""
     num_ranks, device = job.ranks.num_ranks, job.ranks.device
-    for dcp_size in divisors(NUM_CLASSES):
+    for dcp_size in divisors(NUM_TILE_LANES):
         if num_ranks % dcp_size:
             continue
         group = init_mesh(num_ranks, dcp_size).dcp_group

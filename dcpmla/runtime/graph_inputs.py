@@ -144,7 +144,9 @@ class GraphInputs:
         if self._limits.has_prompts and size.is_whole:
             num_prompts = max_prompts(size.num_tokens)
             starts = table.prefill_start[: num_prompts + 1] + table.num_attending  # rows of the whole step
-            prefill = PrefillMetadata(Segments((), starts), table.prefill_position[:num_prompts], (), in_order=True)
+            prefill = PrefillMetadata(
+                Segments((), starts), table.prefill_position[:num_prompts], (), is_deterministic=True
+            )
         step = StepMetadata(
             layout=self._steps.layout,
             table=table,

@@ -160,8 +160,8 @@ def test_the_kernel_in_a_fixed_order_compiles(cache: str, shared_bytes: int) -> 
     """With the tile for each size of shared memory. With five stages keys are loaded while others are multiplied."""
     from triton.compiler import ASTSource
 
-    from dcpmla.attention.triton.ordered_decode import choose_tile
-    from dcpmla.attention.triton.ordered_units import ordered_decode_kernel as kernel
+    from dcpmla.attention.triton.deterministic_decode import choose_tile
+    from dcpmla.attention.triton.deterministic_units import deterministic_decode_kernel as kernel
 
     tile = choose_tile(576, shared_bytes)
     types = POINTERS | {"q_ptr": "*bf16", "q_pe_ptr": "*bf16", "cache_ptr": f"*{cache}", "scale": "fp32"}
@@ -194,7 +194,7 @@ def test_the_hopper_kernel_in_a_fixed_order_compiles(q: str, cache: str, is_ragg
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from dcpmla.attention.hopper.ordered_decode import ordered_kernel
+    from dcpmla.attention.hopper.deterministic_decode import deterministic_kernel
 
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     latent, rope = (f"tensordesc<{q}[64, {width}],{layout}>" for width in (256, 64))
@@ -209,7 +209,7 @@ def test_the_hopper_kernel_in_a_fixed_order_compiles(q: str, cache: str, is_ragg
     absent += () if rows == "heads" else ("q_token_stride",)
     constants |= dict.fromkeys(absent)
     options = {"num_warps": 4, "enable_fp_fusion": False}
-    ptx, said = compile_for_hopper(ordered_kernel, GluonASTSource, types, constants, **options)
+    ptx, said = compile_for_hopper(deterministic_kernel, GluonASTSource, types, constants, **options)
     assert "wgmma.mma_async.sync.aligned.m64n256k16" in ptx
     assert "wgmma.mma_async instructions are serialized" not in said
     assert ("cvt.rn.f16x2.e4m3x2" in ptx) == (q != cache)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from dcpmla.attention.backends.calls import DecodeCall, Segments
 from dcpmla.attention.backends.choice import DECODE_BACKENDS
+from dcpmla.attention.mla import deterministic
 from dcpmla.attention.mla.decode import run_call
-from dcpmla.attention.mla.ordered import OrderedResults
+from dcpmla.attention.mla.deterministic import DeterministicResults
 from dcpmla.attention.step.chunks import PrefillMetadata, lay_out_prefills
 from dcpmla.attention.step.metadata import StepBuilder
 from tests.support.ordered import (
@@ -40,16 +41,19 @@ SEGMENTS: Batch = [(1, 70, 3), (2, 700, 4)]
 
 
 def check_decode_in_the_interpreter() -> None:
-    from dcpmla.attention.triton import ordered_decode as kernel
-    from dcpmla.attention.triton import ordered_merge
+    from dcpmla.attention.triton import deterministic_decode as kernel
+    from dcpmla.attention.triton import deterministic_merge
     from tests.support.interpreter import convert_as_torch
 
     convert_as_torch()
-    ordered_merge.SPLIT.value = 1  # several splits of few tiles
+    deterministic_merge.SPLIT.value = 1  # several splits of few tiles
     for size, batch, max_query_len in ((1, BATCH, 1), (2, SEGMENTS, 2), (8, BATCH, 1)):
         expected = decode(SMALL, size, batch, max_query_len)
         for num_rows in (1 << 16, 1):  # rows for each split, and for all of a class
-            with patch.object(ordered_merge, "ORDERED_ROWS", num_rows), patch.object(ordered_merge, "SPLIT_TILES", 1):
+            with (
+                patch.object(deterministic_merge, "DETERMINISTIC_ROWS", num_rows),
+                patch.object(deterministic_merge, "SPLIT_TILES", 1),
+            ):
                 got = decode(SMALL, size, batch, max_query_len, run=kernel.run)
             for actual, other in zip(itertools.chain(*got), itertools.chain(*expected), strict=True):
                 torch.testing.assert_close(actual, other, atol=2e-2, rtol=2e-2)
@@ -63,8 +67,7 @@ def test_decode_in_the_interpreter() -> None:
 
 
 def check_prefill_in_the_interpreter() -> None:
-    from dcpmla.attention.mla import ordered
-    from dcpmla.attention.triton import ordered_prefill as kernel
+    from dcpmla.attention.triton import deterministic_prefill as kernel
     from tests.support.interpreter import convert_as_torch
 
     convert_as_torch()
@@ -74,7 +77,7 @@ def check_prefill_in_the_interpreter() -> None:
         (1, [(1, 300, 1)], 256),
     )
     expected = [prefill(SMALL, *case) for case in cases]
-    with patch.object(ordered, "attend_to_chunk", kernel.run):
+    with patch.object(deterministic, "attend_to_chunk", kernel.run):
         got = [prefill(SMALL, *case) for case in cases]
     for actual, other in zip(itertools.chain(*got), itertools.chain(*expected), strict=True):
         assert largest_error(actual, other) <= 2**-8
@@ -102,7 +105,7 @@ def check_prompts_among_others(sizes: Sizes) -> None:
     def attend(rows: slice, prefill: PrefillMetadata) -> Tensor:
         out = torch.full((num_tokens, sizes.num_heads, sizes.value), 7.0, dtype=sizes.dtype, device=sizes.device)[rows]
         heads = kv[rows].unflatten(-1, (sizes.num_heads, -1)).split([sizes.nope, sizes.value], -1)
-        OrderedResults(q[rows], prefill, sizes.softmax_scale, out).attend_to_own(*heads, k_pe[rows])
+        DeterministicResults(q[rows], prefill, sizes.softmax_scale, out).attend_to_own(*heads, k_pe[rows])
         return out
 
     for first in (0, 1, 127, 128, 259):
@@ -120,12 +123,11 @@ def test_prompts_among_others() -> None:
 
 
 def check_prompts_among_others_in_the_interpreter() -> None:
-    from dcpmla.attention.mla import ordered
-    from dcpmla.attention.triton import ordered_prefill as kernel
+    from dcpmla.attention.triton import deterministic_prefill as kernel
     from tests.support.interpreter import convert_as_torch
 
     convert_as_torch()
-    with patch.object(ordered, "attend_to_chunk", kernel.run):
+    with patch.object(deterministic, "attend_to_chunk", kernel.run):
         check_prompts_among_others(SMALL)
 
 
@@ -152,7 +154,7 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     backends = [each for each in DECODE_BACKENDS if each.name != "hopper"]
     with (
         patch("dcpmla.attention.mla.decode.DECODE_BACKENDS", backends),
-        patch("dcpmla.attention.mla.ordered.hopper_widths", lambda *_: "a test of the portable kernel"),
+        patch("dcpmla.attention.mla.deterministic.hopper_widths", lambda *_: "a test of the portable kernel"),
     ):
         yield
 
@@ -174,7 +176,9 @@ def test_decode_on_a_gpu(cache_format: str) -> None:
         assert all(map(torch.equal, itertools.chain(*got[1:]), itertools.chain(*expected)))
         tokens = [decode(sizes, 8, each)[0] for each in alone(batch[:1])]
         assert torch.equal(torch.cat([out for out, _ in tokens]), got[0][0])
-        with patch("dcpmla.attention.triton.ordered_merge.ORDERED_ROWS", 1):  # all splits of a class in the same rows
+        with patch(
+            "dcpmla.attention.triton.deterministic_merge.DETERMINISTIC_ROWS", 1
+        ):  # all splits of a class in the same rows
             shared = decode(sizes, 1, batch, 2)
         assert all(map(torch.equal, itertools.chain(*shared), itertools.chain(*got)))
     with patch("dcpmla.attention.mla.decode.DECODE_BACKENDS", DECODE_BACKENDS[-1:]):

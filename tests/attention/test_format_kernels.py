@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention import projections
-from dcpmla.attention.mla.ordered import round_latents
+from dcpmla.attention.mla.deterministic import round_latents
 from dcpmla.attention.mla.prefill import dequantize_rows, read_cache_rows
 from dcpmla.attention.projection_calls import LatentWrite
 from dcpmla.cache.formats import FP8, row_width, to_fp8, to_latents, write_latents

@@ -104,7 +104,7 @@ def test_the_hopper_kernel_in_a_fixed_order_compiles(dtype: str) -> None:
     """No product waits for the one before it."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from dcpmla.attention.hopper.ordered_prefill import ordered_prefill_kernel
+    from dcpmla.attention.hopper.deterministic_prefill import deterministic_prefill_kernel
     from dcpmla.attention.hopper.prefill_pipeline import KEYS, NOPE, ROPE, ROWS, TILE, VALUE
 
     def tiles(num_rows: Any, num_columns: Any) -> str:
@@ -115,7 +115,9 @@ def test_the_hopper_kernel_in_a_fixed_order_compiles(dtype: str) -> None:
     types |= {f"{name}_ptr": "*fp32" for name in ("lse", "acc", "peak", "total")} | {"scale_log2": "fp32"}
     types |= {f"{name}_ptr": "*i32" for name in ("query_start", "query_position", "key_start", "key_position")}
     options = {"num_warps": 4, "enable_fp_fusion": False}
-    ptx, said = test_decode_compile.compile_for_hopper(ordered_prefill_kernel, GluonASTSource, types, {}, **options)
+    ptx, said = test_decode_compile.compile_for_hopper(
+        deterministic_prefill_kernel, GluonASTSource, types, {}, **options
+    )
     assert "wgmma.mma_async.sync.aligned.m64n128k16" in ptx
     assert "wgmma.mma_async instructions are serialized" not in said
     assert "0 bytes spill stores" in said

@@ -197,8 +197,8 @@ def test_selection_says_why() -> None:
     auto, *asked = run_ranks(2, check_selection)[0]
     assert auto[0] == "a2a"
     assert auto[1].startswith("auto: the ranks are CPUs")
-    in_order = "asked for ag_rs, whose reduce-scatter adds in no fixed order"
-    assert asked == [("ag_rs", "asked for"), ("a2a", "asked for"), ("a2a", in_order)]
+    is_deterministic = "asked for ag_rs, whose reduce-scatter adds in no fixed order"
+    assert asked == [("ag_rs", "asked for"), ("a2a", "asked for"), ("a2a", is_deterministic)]
 
 
 def wait_for_missing_rank() -> str:

@@ -180,10 +180,10 @@ def test_missing_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "size", "columns", "in_order"),
+    ("kernel", "size", "columns", "is_deterministic"),
     [("one_shot", 8, 128, False), ("two_shot", 3, 512, False), ("one_shot", 8, 128, True), ("two_shot", 4, 256, True)],
 )
-def test_kernels_compile_for_hopper(kernel: str, size: int, columns: int, in_order: bool) -> None:
+def test_kernels_compile_for_hopper(kernel: str, size: int, columns: int, is_deterministic: bool) -> None:
     """Rows travel, and are awaited, 16 bytes a thread."""
     from dcpmla.comm.kernels import reduce as kernels
 
@@ -192,7 +192,7 @@ def test_kernels_compile_for_hopper(kernel: str, size: int, columns: int, in_ord
     types = {**DIRECT, **dict.fromkeys(names, "*bf16"), "partial_ptr": "*i16", "squares_ptr": "*i64", "eps": "fp32"}
     types |= {"codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
     constants = {"WIDTH": 7168, "SIZE": size, "PEERS": peers, "COLUMNS": columns, "PROGRAMS": 2048, "SHARE": 4}
-    constants["IN_ORDER"], constants["TILES"] = in_order, 1 << (tiles - 1).bit_length()
+    constants["IN_ORDER"], constants["TILES"] = is_deterministic, 1 << (tiles - 1).bit_length()
     ptx = compile_for_hopper(getattr(kernels, f"{kernel}_kernel"), types, constants, ALIGNED, num_warps=1)
     assert "st.global.v4.b32" in ptx
     assert "ld.volatile.global.v4.b32" in ptx

@@ -37,7 +37,7 @@ def count(owner: Any, name: str) -> None:
         CALLS[name] += 1
         if name == "dcp_mla_decode":
             call = args[0]
-            CALLS["in a fixed order"] += call.num_classes is not None
+            CALLS["in a fixed order"] += call.num_tile_lanes is not None
             CALLS["pieces"] += call.request_index is not None
             CALLS["several tokens"] += call.request_index is None and call.max_query_len > 1
             parts = [part for part in (call.q, call.q_pe) if part is not None]

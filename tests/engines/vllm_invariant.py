@@ -100,7 +100,7 @@ def main(directory: str, options: dict[str, Any]) -> None:
     report["alone"] = digests(serve(llm, first + second, 1))
     report["calls"] = dict(CALLS)
     for layer in llm.llm_engine.vllm_config.compilation_config.static_forward_context.values():
-        layer.impl.num_classes //= 4  # the first and the third tile are merged before the second
+        layer.impl.num_tile_lanes //= 4  # the first and the third tile are merged before the second
     llm.reset_prefix_cache()
     report["another order"] = digests(serve(llm, first[-1:], 1))
     end(report)

@@ -58,7 +58,7 @@ def unchecked_call(q: Tensor, kv_cache: Tensor, *sizes: Any, kv_lora_rank: int, 
 
 def up(w_kv_b: Tensor) -> Callable[[Tensor], Tensor]:
     """Return the up-projection of a weight [h, P + V, L]."""
-    return partial(project_latents, w_kv_b=w_kv_b, in_order=False)
+    return partial(project_latents, w_kv_b=w_kv_b, is_deterministic=False)
 
 
 def in_parts(q: Tensor, kv_lora_rank: int) -> tuple[Tensor, Tensor]:

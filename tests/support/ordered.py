@@ -10,14 +10,14 @@ from torch import Tensor
 from dcpmla import DCPConfig
 from dcpmla.attention.backends.calls import DecodeCall, split_queries
 from dcpmla.attention.mla.decode import run_call
-from dcpmla.attention.mla.ordered import round_latents
+from dcpmla.attention.mla.deterministic import round_latents
 from dcpmla.attention.mla.prefill import dcp_mla_prefill, read_cache_rows
 from dcpmla.attention.step.metadata import DecodeMetadata, StepBuilder, StepMetadata
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.formats import row_width, storage_dtype, write_latents
 from dcpmla.cache.latent import num_blocks
 from dcpmla.comm.nccl import merge_rows
-from dcpmla.ownership import NUM_CLASSES
+from dcpmla.ownership import NUM_TILE_LANES
 from tests.support.layouts import dcp_config
 
 Batch = Sequence[tuple[int, int, int]]  # seed, tokens after the step, new tokens of each request
@@ -105,7 +105,7 @@ def decode_call(sizes: Sizes, size: int, q: Tensor, cache: Tensor, decode: Decod
         query_start_loc=decode.query_start_loc,
         max_query_len=decode.max_query_len,
         kv_scale=kv_scale,
-        num_classes=NUM_CLASSES // size,
+        num_tile_lanes=NUM_TILE_LANES // size,
     ).checked()
 
 

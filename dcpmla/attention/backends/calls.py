@@ -10,7 +10,7 @@ from dcpmla.cache import formats, shared_format
 
 COUNTER_WORDS = 1024  # int32 counters at the front of a workspace, all zero between calls
 _ROWS_PER_PROCESSOR = 128  # largest number of partial rows that one multiprocessor's programs write: two tiles of 64
-ORDERED_ROWS = 1 << 16  # partial rows that deterministic decode may store: 134 MB with DeepSeek's latents
+DETERMINISTIC_ROWS = 1 << 16  # partial rows that deterministic decode may store: 134 MB with DeepSeek's latents
 _WORDS_PER_ROW = 512 + 1  # a latent in float32, and its LSE
 
 Queries = Tensor | tuple[Tensor, Tensor]  # [T, H, L + R], or their parts [T, H, L] and [T, H, R]
@@ -69,8 +69,8 @@ class DecodeCall(NamedTuple):
             share it. None allocates it.
         kv_scale, q_scale: Scales of an fp8 cache and of e4m3 queries, float32 of one element; else None.
         dtype: Dtype of the output; None takes q's. Required where q is e4m3.
-        num_classes: Number of classes of tiles in this rank's cache (`ownership.NUM_CLASSES`), which are summed in a
-            fixed order and merged by `merge_tree` into float32. None for any order, and an output in `dtype`.
+        num_tile_lanes: Number of lanes of tiles in this rank's cache (`ownership.NUM_TILE_LANES`): deterministic
+            attention, whose output is float32. None for any order of sums, and an output in `dtype`.
         backend: Name of a backend; "auto" takes the first of `backends.DECODE_BACKENDS` that can run the call.
     """
 
@@ -88,7 +88,7 @@ class DecodeCall(NamedTuple):
     kv_scale: Tensor | None = None
     q_scale: Tensor | None = None
     dtype: torch.dtype | None = None
-    num_classes: int | None = None
+    num_tile_lanes: int | None = None
     backend: str = "auto"
 
     def checked(self) -> "DecodeCall":
@@ -112,10 +112,10 @@ class DecodeCall(NamedTuple):
             if isinstance(value, Tensor) and value.device != q.device:
                 raise ValueError(f"{name} is on {value.device}; it must be on q's device, {q.device}")
         self._check_dtypes()
-        if self.num_classes is not None and (self.num_classes < 1 or self.keys_are_shared or q.itemsize < 2):
+        if self.num_tile_lanes is not None and (self.num_tile_lanes < 1 or self.keys_are_shared or q.itemsize < 2):
             raise ValueError(
-                f"num_classes is {self.num_classes} with queries of {q.dtype} and {self.rope_dim} columns of rope; "
-                f"attention in a fixed order takes at least 1 class, queries of 16 bits or more, and keys with rope"
+                f"num_tile_lanes is {self.num_tile_lanes} with queries of {q.dtype} and {self.rope_dim} rope columns; "
+                f"attention in a fixed order takes at least 1 lane, queries of 16 bits or more, and keys with rope"
             )
         return self
 
@@ -191,7 +191,7 @@ class DecodeCall(NamedTuple):
     @property
     def out_dtype(self) -> torch.dtype:
         """Return the dtype of the output: float32 at least in a fixed order, because it is not merged yet."""
-        if self.num_classes is not None:
+        if self.num_tile_lanes is not None:
             return torch.promote_types(self.q.dtype, torch.float32)
         return self.q.dtype if self.dtype is None else self.dtype
 

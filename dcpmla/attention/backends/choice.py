@@ -105,8 +105,8 @@ def _kernel(name: str) -> Run:
 
 def _decode_kernel(folder: str) -> Run:
     """Return a function that imports the launcher for a call's order when it runs."""
-    names = [f"dcpmla.attention.{folder}.{order}decode:run" for order in ("", "ordered_")]
-    return lambda call, *args: import_kernel(names[call.num_classes is not None])(call, *args)
+    names = [f"dcpmla.attention.{folder}.{order}decode:run" for order in ("", "deterministic_")]
+    return lambda call, *args: import_kernel(names[call.num_tile_lanes is not None])(call, *args)
 
 
 # Best first. Triton exists on Linux only, so kernels are imported when they run.

@@ -27,7 +27,7 @@ def hopper_decode(call: DecodeCall) -> str:
     is_sparse, is_fp8 = call.block_size == 1, q.dtype == FP8
     if is_fp8 and kv_cache.dtype != FP8:
         return f"e4m3 queries go with an e4m3 cache, not {kv_cache.dtype}"
-    if call.num_classes is not None and is_sparse:
+    if call.num_tile_lanes is not None and is_sparse:
         return "single rows have no tiles of positions, which a fixed order sums up"
     if is_fp8 and is_sparse:
         return "e4m3 queries need blocks of a multiple of 64 tokens, not a table of single rows"

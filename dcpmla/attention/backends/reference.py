@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.backends.calls import DecodeCall, PrefillCall, join_keys
+from dcpmla.attention.backends.deterministic_reference import MAX_PRODUCTS, decode_deterministic
 from dcpmla.attention.backends.mask import unpack_mask
-from dcpmla.attention.backends.ordered_reference import MAX_PRODUCTS, decode_in_order
 from dcpmla.cache import formats, shared_rows
 from dcpmla.ownership import TILE
 
@@ -22,8 +22,8 @@ def mla_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
     """Compute absorbed MLA over a paged latent cache, each query token by itself; `dcpmla.mla_decode` gives shapes."""
     table = token_tables(call)
     compute, num_rows, most = _decode_tile, table.shape[1] * call.block_size, _MAX_GATHERED
-    if call.num_classes is not None:
-        compute, num_rows, most = decode_in_order, call.num_classes * call.q.shape[1] * TILE, MAX_PRODUCTS
+    if call.num_tile_lanes is not None:
+        compute, num_rows, most = decode_deterministic, call.num_tile_lanes * call.q.shape[1] * TILE, MAX_PRODUCTS
     tile = max(1, most // max(1, num_rows * call.kv_cache.shape[2]))
     tiles = [slice(start, start + tile) for start in range(0, max(1, len(table)), tile)]
     out, lse = zip(*(compute(call, table[tokens], tokens) for tokens in tiles), strict=True)

@@ -1,8 +1,8 @@
 """Tiles of a prefill program in shared memory, and the producer that fills them.
 
 The last keys come first: only their tile has keys past a request's end or a causal bound, so that no later step
-compares positions. In a fixed order (`ordered_prefill`) the first keys come first. The rope part of a key is the same
-for all heads and is read in place.
+compares positions. In a fixed order (`deterministic_prefill`) the first keys come first. The rope part of a key is the
+same for all heads and is read in place.
 """
 
 from triton.experimental import gluon

@@ -178,7 +178,7 @@ class Segment:
     num_keys: gl.tensor
     stop: gl.tensor
     is_any: gl.tensor  # False: the part has no tiles of the request, or a gap
-    num_classes: gl.base_value  # None: the tiles are adjacent (`units.Unit`)
+    num_tile_lanes: gl.base_value  # None: the tiles are adjacent (`units.Unit`)
     is_new: gl.base_value  # whether the producer loads the queries with its keys; False: they are there already
 
 
@@ -199,9 +199,9 @@ def find_segment(walk, work):
 
 @gluon.jit
 def first_key(tile, segment):
-    """Return the position of a tile's first key: tile n of the request, or of the unit's class."""
-    if segment.num_classes is not None:
-        tile = tile * segment.num_classes + segment.this_class
+    """Return the position of a tile's first key: tile n of the request, or of the unit's lane."""
+    if segment.num_tile_lanes is not None:
+        tile = tile * segment.num_tile_lanes + segment.this_class
     return tile * KEYS
 
 

@@ -1,24 +1,25 @@
 """The schedule of decode in a fixed order on Hopper: units of work, and the units of each program.
 
-A unit has one tile of query rows of a request and up to SPLIT_TILES tiles of keys of one class, so its arithmetic is
-the same whatever else a launch computes. The units of a request are numbered split by split, and class by class in a
-split: unit j is of class j % num_classes. Programs take equal parts of the line of all requests' units; no unit is cut.
+A unit has one tile of query rows of a request and up to SPLIT_TILES tiles of keys of one lane, so its arithmetic is
+the same whatever else a launch computes. The units of a request are numbered split by split, and lane by lane in a
+split: unit j is in lane j % num_tile_lanes. Programs take equal parts of the line of all requests' units, and whole
+units.
 
-Each unit has rows of memory of its own for its partial output, if there is room; else a class of a request is one unit,
+Each unit has rows of memory of its own for its partial output, if there is room; else a lane of a request is one unit,
 which merges its splits in memory one by one.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dcpmla.attention.backends.ordered_reference import SPLIT_TILES
+from dcpmla.attention.backends.deterministic_reference import SPLIT_TILES
 from dcpmla.attention.hopper.compat import aggregate
 from dcpmla.attention.hopper.schedule import KEYS, ROWS, measure, uniform
-from dcpmla.attention.triton import ordered_merge
+from dcpmla.attention.triton import deterministic_merge
 
 SPLIT = gl.constexpr(SPLIT_TILES)
 _UNIT_TILES = gl.constexpr(2)  # about the cost of a unit without its tiles, in tiles
-count_units = gluon.jit(ordered_merge.count_units.fn)
+count_units = gluon.jit(deterministic_merge.count_units.fn)
 
 
 @aggregate
@@ -27,7 +28,7 @@ class UnitWork:
 
     batch: gl.base_value  # `schedule.Batch`
     num_reqs: gl.tensor
-    num_classes: gl.tensor
+    num_tile_lanes: gl.tensor
     has_rows: gl.tensor  # whether each unit has rows of its own
     request: gl.tensor
     unit: gl.tensor
@@ -63,12 +64,12 @@ class RequestUnits:
 
 @aggregate
 class Unit:
-    """A unit: tiles [start, stop) of a class. The first fields are as in `schedule.Segment`."""
+    """A unit: tiles [start, stop) of a lane. The first fields are as in `schedule.Segment`."""
 
     first_row: gl.tensor
     num_rows: gl.tensor
     num_keys: gl.tensor
-    num_classes: gl.tensor
+    num_tile_lanes: gl.tensor
     is_new: gl.base_value
     start: gl.tensor
     stop: gl.tensor
@@ -88,10 +89,10 @@ def _at(values, position, index):
 
 
 @gluon.jit
-def cut_units(batch, num_reqs, num_classes, num_partials, first_rows_ptr, REQS: gl.constexpr):
+def cut_units(batch, num_reqs, num_tile_lanes, num_partials, first_rows_ptr, REQS: gl.constexpr):
     """Cut the line of all requests' units; return this program's `UnitWork`.
 
-    One program stores the first row of each request's partial outputs for the merge: n, or -1 - n if a class has the
+    One program stores the first row of each request's partial outputs for the merge: n, or -1 - n if a lane has the
     rows of one unit.
 
     Args:
@@ -101,9 +102,9 @@ def cut_units(batch, num_reqs, num_classes, num_partials, first_rows_ptr, REQS: 
     _, query_len, num_keys = measure(gl.minimum(index, num_reqs - 1), batch)
     num_rows = gl.where(index < num_reqs, query_len * batch.num_heads, 0)
     num_tiles = gl.where(num_rows > 0, gl.cdiv(num_keys, KEYS), 0)
-    split_units = count_units(num_tiles, num_classes)
+    split_units = count_units(num_tiles, num_tile_lanes)
     has_rows = gl.sum(split_units * num_rows, 0) <= num_partials
-    units = gl.where(has_rows, split_units, gl.minimum(num_tiles, num_classes))
+    units = gl.where(has_rows, split_units, gl.minimum(num_tiles, num_tile_lanes))
     weights = num_tiles + units * _UNIT_TILES
     ends = gl.associative_scan(weights, 0, _add)
     row_ends = gl.associative_scan(units * num_rows, 0, _add)
@@ -123,7 +124,7 @@ def cut_units(batch, num_reqs, num_classes, num_partials, first_rows_ptr, REQS: 
     return UnitWork(
         batch=batch,
         num_reqs=num_reqs,
-        num_classes=num_classes,
+        num_tile_lanes=num_tile_lanes,
         has_rows=uniform(has_rows.to(gl.int32)),
         request=uniform(request),
         unit=uniform(unit),
@@ -155,8 +156,8 @@ def find_units(walk, work):
     request_rows, num_keys = uniform(query_len * batch.num_heads), uniform(num_keys)
     above = batch.line * ROWS
     num_tiles = gl.where(request_rows > 0, gl.cdiv(num_keys, KEYS), 0)
-    num_units = gl.minimum(num_tiles, work.num_classes)
-    num_units = gl.where(work.has_rows != 0, count_units(num_tiles, work.num_classes), num_units)
+    num_units = gl.minimum(num_tiles, work.num_tile_lanes)
+    num_units = gl.where(work.has_rows != 0, count_units(num_tiles, work.num_tile_lanes), num_units)
     stop = gl.minimum(num_units, walk.unit + walk.left)
     rows = uniform(first * batch.num_heads) + above, request_rows - above, num_keys
     return RequestUnits(*rows, num_units, request_rows, stop, (walk.unit < stop) & (above < request_rows))
@@ -165,13 +166,13 @@ def find_units(walk, work):
 @gluon.jit
 def unit_of(number, units, walk, work):
     """Return a unit of a request by its number."""
-    num_classes = work.num_classes
-    this_class, start = number % num_classes, number // num_classes * SPLIT
-    stop = gl.cdiv(gl.cdiv(units.num_keys, KEYS) - this_class, num_classes)
+    num_tile_lanes = work.num_tile_lanes
+    this_class, start = number % num_tile_lanes, number // num_tile_lanes * SPLIT
+    stop = gl.cdiv(gl.cdiv(units.num_keys, KEYS) - this_class, num_tile_lanes)
     stop = gl.where(work.has_rows != 0, gl.minimum(start + SPLIT, stop), stop)
     row = walk.row + number * units.request_rows + work.batch.line * ROWS
     rows = units.first_row, units.num_rows, units.num_keys
-    return Unit(*rows, num_classes, False, start, stop, this_class, row)
+    return Unit(*rows, num_tile_lanes, False, start, stop, this_class, row)
 
 
 @gluon.jit

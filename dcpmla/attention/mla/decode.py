@@ -50,10 +50,10 @@ def dcp_mla_decode(
     Raises:
         ValueError: The reasons that `mla_decode` documents.
     """
-    call, has_order = call.checked(), call.num_classes is not None
+    call, is_deterministic = call.checked(), call.num_tile_lanes is not None
     # A kernel sends rows itself (`Mailbox`) only for segments of one token without padding: owners wait for every row,
     # and kernels skip rows after the last segment.
-    if w_uv is None and not has_order and call.has_one_token_each:
+    if w_uv is None and not is_deterministic and call.has_one_token_each:
         mailbox = exchange.mailbox(call.q.shape[0], call.q.shape[1], call.kv_lora_rank, call.out_dtype)
         if mailbox is not None:
             return run_call(call, mailbox)
@@ -62,7 +62,7 @@ def dcp_mla_decode(
         codes, scales = unpack(w_uv)
         out = project_values(ValueProjection(out, codes, scales)).unflatten(1, codes.shape[:2])
     out, lse = exchange.combine(out, lse)
-    return (out.to(call.q.dtype) if has_order else out), lse
+    return (out.to(call.q.dtype) if is_deterministic else out), lse
 
 
 def decode_call(

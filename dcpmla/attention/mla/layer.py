@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.mla.decode import dcp_mla_decode, decode_call
+from dcpmla.attention.mla.deterministic import overwrite_prompts, round_latents
 from dcpmla.attention.mla.fp8_scales import calculate_scale_
-from dcpmla.attention.mla.ordered import overwrite_prompts, round_latents
 from dcpmla.attention.mla.peak_memory import touch_attention_memory
 from dcpmla.attention.mla.prefill import dcp_mla_prefill
 from dcpmla.attention.mla.weights import AttentionWeights, MHAInputs, Tokens, rows_or_none
@@ -304,7 +304,7 @@ class MLAAttention(AttentionWeights):
             kv_c,
             k_pe,
             kv_cache,
-            partial(project_latents, w_kv_b=mha.w_kv_b, in_order=prefill.in_order),
+            partial(project_latents, w_kv_b=mha.w_kv_b, is_deterministic=prefill.is_deterministic),
             prefill,
             self.config.softmax_scale,
             self.exchange,
@@ -333,7 +333,7 @@ class MLAAttention(AttentionWeights):
             kv_scale=self.kv_scale,
             q_scale=self.q_scale,
             dtype=q.dtype,
-            num_classes=dcp.num_own_classes,
+            num_tile_lanes=dcp.num_own_lanes,
             backend=dcp.attention_backend,
         )
         out, lse = dcp_mla_decode(call, self.exchange, self.w_uv(slice(None)) if project_first else None)

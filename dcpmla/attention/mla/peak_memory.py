@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dcpmla.attention.backends.calls import ORDERED_ROWS, PrefillCall, Segments
+from dcpmla.attention.backends.calls import DETERMINISTIC_ROWS, PrefillCall, Segments
 from dcpmla.attention.backends.choice import PREFILL_BACKENDS, select_backend
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.select.selector import TokenSelector
@@ -39,7 +39,7 @@ def touch_attention_memory(
     # Room for queries, absorbed and then gathered, and for outputs, before and in the exchange.
     outputs = [new(2 * num_rows, config.latent_dim + config.kv_lora_rank)]
     if dcp.deterministic:  # partial outputs, spare rows of programs among them, and outputs in float32
-        num_partials = ORDERED_ROWS * 5 // 4 + 2 * num_rows
+        num_partials = DETERMINISTIC_ROWS * 5 // 4 + 2 * num_rows
         outputs.append(new(num_partials, config.kv_lora_rank + 1, dtype=torch.float32))
     del outputs
     widths = config.qk_head_dim, config.qk_nope_head_dim, config.v_head_dim

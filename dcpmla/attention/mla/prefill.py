@@ -8,7 +8,7 @@ from torch import Tensor
 from dcpmla.attention.backends.calls import PrefillCall, Segments
 from dcpmla.attention.backends.choice import PREFILL_BACKENDS, select_backend
 from dcpmla.attention.backends.mask import selection_mask
-from dcpmla.attention.mla.ordered import OrderedResults
+from dcpmla.attention.mla.deterministic import DeterministicResults
 from dcpmla.attention.step.chunks import ContextChunk, PrefillMetadata
 from dcpmla.cache.formats import check_kv_scale, is_quantized, rope_dim_of, to_latents
 from dcpmla.comm.exchange import Exchange
@@ -40,9 +40,9 @@ def dcp_mla_prefill(
     of 8-bit caches are dequantized after the gather, so that fewer bytes travel.
     Latents of new tokens are used as they are before the cache rounds them. In sparse attention a mask, made for the
     new tokens and for each chunk, excludes keys that a token did not select.
-    With prefill.in_order a query's keys are summed up tile by tile from position 0, whatever the chunks and the other
-    requests: chunks include the new tokens, which are in the cache. Where no request has a context, they attend to
-    their own latents, which have to be rounded as in the cache (`round_latents`).
+    With prefill.is_deterministic a query's keys are summed up tile by tile from position 0, whatever the chunks and the
+    other requests: chunks include the new tokens, which are in the cache. Where no request has a context, they attend
+    to their own latents, which have to be rounded as in the cache (`round_latents`).
 
     Args:
         q: [T, h, P + R], rotated.
@@ -79,12 +79,12 @@ def dcp_mla_prefill(
         lambda chunk: read_cache_rows(kv_cache, chunk.local_slots),
         lambda rows: latents_of(rows, widths[0], kv_scale, q.dtype),
     )
-    results: OrderedResults | MergedResults
-    if prefill.in_order:
-        results = OrderedResults(q, prefill, softmax_scale)
+    results: DeterministicResults | MergedResults
+    if prefill.is_deterministic:
+        results = DeterministicResults(q, prefill, softmax_scale)
     else:
         results = MergedResults(q, prefill, softmax_scale, selected_positions, backend)
-    if not (prefill.in_order and chunks):
+    if not (prefill.is_deterministic and chunks):
         k_nope, v = split_heads(up_project(kv_c) if kv is None else kv)
         results.attend_to_own(k_nope, v, k_pe)
         del k_nope, v  # frees keys and values, the largest tensors of a step

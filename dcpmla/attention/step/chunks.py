@@ -50,14 +50,14 @@ class PrefillMetadata:
         context_chunks: Context that was cached before this step; empty when there is none. With dcp.deterministic
             chunks include the new tokens.
         window: Number of last tokens, its own included, among which a token selects; None where it selects among all.
-        in_order: Whether sums have a fixed order (dcp.deterministic).
+        is_deterministic: Whether sums have a fixed order (dcp.deterministic).
     """
 
     queries: Segments
     first_position: Tensor
     context_chunks: tuple[ContextChunk, ...]
     window: int | None = None
-    in_order: bool = False
+    is_deterministic: bool = False
 
 
 def context_chunks(
@@ -139,7 +139,9 @@ def lay_out_prefills(
     elif dcp.deterministic and contexts.any():
         end = np.asarray(seq_lens)  # In a fixed order keys are one sequence: new tokens are read after their context.
     chunks = context_chunks(layout, dcp.block_size, first, end, alignment, table)
-    return PrefillMetadata(Segments(start, start_loc), first_position, chunks, window, in_order=dcp.deterministic)
+    return PrefillMetadata(
+        Segments(start, start_loc), first_position, chunks, window, is_deterministic=dcp.deterministic
+    )
 
 
 def max_chunk_tokens(max_model_len: int, max_num_seqs: int, alignment: int) -> int:

@@ -33,8 +33,8 @@ PART_ROWS = 1 << 16  # Maximum query rows of a part. With DeepSeek's widths they
 
 
 def part_tokens(num_heads: int, dcp: DCPConfig) -> int:
-    """Return the maximum tokens of a part, with num_heads heads in a DCP group, each with rows for each own class."""
-    return max(1, PART_ROWS // (num_heads * (dcp.num_own_classes or 1)))
+    """Return the maximum tokens of a part, with num_heads heads in a DCP group, each with rows for each own lane."""
+    return max(1, PART_ROWS // (num_heads * (dcp.num_own_lanes or 1)))
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ class DCPMLAMetadataBuilder(MLACommonMetadataBuilder):
         self.layout = DecodeLayout(self.steps, num_heads, max_query_len, decode_workspace(device), tokens)
         for name in layer_names:
             layer = vllm_config.compilation_config.static_forward_context[name]
-            layer.impl.exchange, layer.impl.num_classes = self.exchange, self.dcp.num_own_classes
+            layer.impl.exchange, layer.impl.num_tile_lanes = self.exchange, self.dcp.num_own_lanes
             if layer.dcp_manager is not None:
                 layer.dcp_manager.query_gather = lambda q: q
                 layer.dcp_manager.combine = lambda out, lse, **_: out

@@ -33,7 +33,7 @@ class DCPMLAImpl(MLACommonImpl):
 
     Attributes:
         exchange: Exchange of the DCP group.
-        num_classes: Number of classes of tiles in this rank's cache (`DCPConfig.num_own_classes`), None for sums in any
+        num_tile_lanes: Number of lanes of tiles in this rank's cache (`DCPConfig.num_own_lanes`), None for sums in any
             order.
 
     Raises:
@@ -45,7 +45,7 @@ class DCPMLAImpl(MLACommonImpl):
     lse_base_on_e = True
     supports_mtp_with_cp_non_trivial_interleave_size = True
     exchange: Exchange
-    num_classes: int | None
+    num_tile_lanes: int | None
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -110,7 +110,7 @@ class DCPMLAImpl(MLACommonImpl):
             kv_scale=layer._k_scale if kv_cache.dtype == FP8 else None,
             q_scale=layer._q_scale if is_fp8 else None,
             dtype=self.dtype if is_fp8 else None,
-            num_classes=self.num_classes,
+            num_tile_lanes=self.num_tile_lanes,
         )
         return dcp_mla_decode(call, self.exchange)
 
@@ -136,7 +136,7 @@ class DCPMLAImpl(MLACommonImpl):
             kv_c_normed,
             k_pe.squeeze(1),
             kv_c_and_k_pe_cache,
-            partial(project_latents, w_kv_b=w_kv_b, in_order=False),
+            partial(project_latents, w_kv_b=w_kv_b, is_deterministic=False),
             attn_metadata.prefill.step,
             self.scale,
             self.exchange,
@@ -196,7 +196,7 @@ class DCPMLAImpl(MLACommonImpl):
             self._decode(queries, cache, step, layer)
 
         def prefill(q: Tensor, kv_c: Tensor, k_pe: Tensor, cache: Tensor, step: PrefillMetadata) -> None:
-            if not is_common or self.num_classes is not None:  # in a fixed order all requests are decodes
+            if not is_common or self.num_tile_lanes is not None:  # in a fixed order all requests are decodes
                 return
             out = q.new_empty(len(q), self.num_heads * self.v_head_dim)
             for selects in sorted({False, self.is_sparse}):

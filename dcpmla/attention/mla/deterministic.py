@@ -8,21 +8,21 @@ latents, rounded as in the cache.
 import torch
 from torch import Tensor
 
-from dcpmla.attention.backends.obstacles import hopper_widths
-from dcpmla.attention.backends.ordered_reference import (
-    OrderedPrefillCall,
+from dcpmla.attention.backends.deterministic_reference import (
+    DeterministicPrefillCall,
     Sums,
     new_sums,
-    prefill_in_order,
+    prefill_deterministic,
     runs_kernel,
 )
+from dcpmla.attention.backends.obstacles import hopper_widths
 from dcpmla.attention.mla.weights import MHAInputs
 from dcpmla.attention.step.chunks import ContextChunk, PrefillMetadata
 from dcpmla.cache.formats import to_cache_rows, to_latents
 from dcpmla.operators import import_kernel, nothing, operator
 
 
-class OrderedResults:
+class DeterministicResults:
     """Attention of prefill tokens in a fixed order, to their own keys or chunk by chunk to all.
 
     Args:
@@ -60,7 +60,7 @@ class OrderedResults:
             num_rows = 0 if self._num_chunks < 2 and runs_kernel(q) else q.shape[0]
             empty = q.new_empty(0, dtype=torch.promote_types(q.dtype, torch.float32))
             self._sums = new_sums((num_rows, q.shape[1]), v.shape[-1], empty)
-        call = OrderedPrefillCall(q, k_nope, k_pe, v, *self._queries, *keys, self._softmax_scale)
+        call = DeterministicPrefillCall(q, k_nope, k_pe, v, *self._queries, *keys, self._softmax_scale)
         attend_to_chunk(call, self.out, self.lse, self._sums)
 
 
@@ -78,18 +78,18 @@ def overwrite_prompts(
     assert mha.kv is not None
     num_heads, rank = mha.q.shape[1], mha.w_kv_b.shape[2]
     k_nope, v = mha.kv.unflatten(1, (num_heads, -1)).tensor_split((mha.w_kv_b.shape[1] - out.shape[2],), -1)
-    OrderedResults(mha.q, prefill, softmax_scale, out).attend_to_own(k_nope, v, latents[:, rank:])
+    DeterministicResults(mha.q, prefill, softmax_scale, out).attend_to_own(k_nope, v, latents[:, rank:])
 
 
-@operator("ordered_prefill", fake=nothing, mutates_args=("out", "lse", "acc", "peak", "total"))
-def attend_to_chunk(call: OrderedPrefillCall, out: Tensor, lse: Tensor, sums: Sums) -> None:
-    """Add a chunk of keys to each query's sums, and write results of requests that end in it (`prefill_in_order`)."""
+@operator("deterministic_prefill", fake=nothing, mutates_args=("out", "lse", "acc", "peak", "total"))
+def attend_to_chunk(call: DeterministicPrefillCall, out: Tensor, lse: Tensor, sums: Sums) -> None:
+    """Add a chunk of keys to each query's sums, and write results of requests that end in it."""
     if not runs_kernel(call.q):
-        prefill_in_order(call, out, lse, sums)
+        prefill_deterministic(call, out, lse, sums)
         return
     # A choice by anything that changes from step to step would change bits.
     folder = "triton" if hopper_widths(call.q, call.k_nope, call.k_pe, call.v) else "hopper"
-    import_kernel(f"dcpmla.attention.{folder}.ordered_prefill:run")(call, out, lse, sums)
+    import_kernel(f"dcpmla.attention.{folder}.deterministic_prefill:run")(call, out, lse, sums)
 
 
 @operator(

@@ -1,4 +1,4 @@
-"""Multi-head attention in a fixed order on Hopper; `ordered_reference.prefill_in_order` specifies it.
+"""Multi-head attention in a fixed order on Hopper; `deterministic_reference.prefill_deterministic` specifies it.
 
 The pipeline of `prefill` over a chunk of a request's keys, from the first tile to the last. Tiles are the same for all
 queries, because chunks begin at multiples of a tile. Where a query does not see a key, the key's probability is zero
@@ -11,8 +11,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
+from dcpmla.attention.backends.deterministic_reference import DeterministicPrefillCall, Sums
 from dcpmla.attention.backends.obstacles import is_matrix
-from dcpmla.attention.backends.ordered_reference import OrderedPrefillCall, Sums
 from dcpmla.attention.hopper.compat import aggregate
 from dcpmla.attention.hopper.pipeline import LN2, LOG2E
 from dcpmla.attention.hopper.prefill import heads_side_by_side
@@ -161,7 +161,7 @@ def _consume(group: gl.constexpr, buffers, barriers, carried, out_ptr, lse_ptr, 
 
 
 @gluon.jit(do_not_specialize=["num_reqs", "num_heads"])
-def ordered_prefill_kernel(
+def deterministic_prefill_kernel(
     q_nope_desc,
     q_pe_desc,
     k_nope_desc,
@@ -204,13 +204,13 @@ def ordered_prefill_kernel(
     )
 
 
-def run(call: OrderedPrefillCall, out: Tensor, lse: Tensor, sums: Sums) -> None:
-    """Compute `ordered.attend_to_chunk` for the calls that `obstacles.hopper_widths` admits, without a host sync."""
+def run(call: DeterministicPrefillCall, out: Tensor, lse: Tensor, sums: Sums) -> None:
+    """Compute `deterministic.attend_to_chunk` for calls that `obstacles.hopper_widths` admits, without a host sync."""
     num_tokens, num_heads, _ = call.q.shape
     num_reqs = len(call.query_start_loc) - 1
     q, k_nope, v = (_as_matrix(rows) for rows in (call.q, call.k_nope, call.v))
     heads = heads_side_by_side(q)
-    ordered_prefill_kernel[(num_heads, num_tokens // QUERIES.value + num_reqs)](
+    deterministic_prefill_kernel[(num_heads, num_tokens // QUERIES.value + num_reqs)](
         describe(heads, ROWS.value, NOPE.value),
         describe(heads, ROWS.value, ROPE.value),
         describe(heads_side_by_side(k_nope), KEYS.value, NOPE.value),

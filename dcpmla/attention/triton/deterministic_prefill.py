@@ -1,4 +1,4 @@
-"""Multi-head attention in a fixed order on GPUs; `ordered_reference.prefill_in_order` specifies it.
+"""Multi-head attention in a fixed order on GPUs; `deterministic_reference.prefill_deterministic` specifies it.
 
 A program computes a tile of one request's queries for one head over a chunk of the keys, tile by tile from the chunk's
 first position. Tiles of keys are the same for all queries, because chunks begin at multiples of a tile. Where some
@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dcpmla.attention.backends.ordered_reference import OrderedPrefillCall, Sums
+from dcpmla.attention.backends.deterministic_reference import DeterministicPrefillCall, Sums
 from dcpmla.attention.triton.device import describe, shared_memory
 from dcpmla.attention.triton.prefill import select_tiling
 from dcpmla.attention.triton.ragged import find_tile
@@ -57,7 +57,7 @@ def _attend(sums, queries, keys, span, BLOCK_N: tl.constexpr, MASKED: tl.constex
 
 
 @triton.jit(do_not_specialize=["num_reqs"])
-def ordered_prefill_kernel(
+def deterministic_prefill_kernel(
     q_ptr,
     k_nope_desc,
     k_pe_desc,
@@ -138,8 +138,8 @@ def ordered_prefill_kernel(
         tl.store(total_ptr + row, total, mask=is_query)
 
 
-def run(call: OrderedPrefillCall, out: torch.Tensor, lse: torch.Tensor, sums: Sums) -> None:
-    """Compute `ordered.attend_to_chunk` in bfloat16 or float16, without a host sync.
+def run(call: DeterministicPrefillCall, out: torch.Tensor, lse: torch.Tensor, sums: Sums) -> None:
+    """Compute `deterministic.attend_to_chunk` in bfloat16 or float16, without a host sync.
 
     Tiles depend on the widths of heads and on the GPU alone. Keys and values are read in place if their rows are
     aligned to 16 bytes, else they are copied first.
@@ -149,7 +149,7 @@ def run(call: OrderedPrefillCall, out: torch.Tensor, lse: torch.Tensor, sums: Su
     dims = k_nope.shape[-1], k_pe.shape[-1], v.shape[-1]
     tiles = p_tile, r_tile, v_tile = tuple(max(16, triton.next_power_of_2(dim)) for dim in dims)
     tiling = select_tiling(p_tile + r_tile, v_tile, shared_memory(q.device))
-    ordered_prefill_kernel[(num_tokens // tiling.block_m + num_reqs, num_heads)](
+    deterministic_prefill_kernel[(num_tokens // tiling.block_m + num_reqs, num_heads)](
         q,
         describe(k_nope.transpose(0, 1), [1, tiling.block_n, p_tile]),
         describe(k_pe, [tiling.block_n, r_tile]),

@@ -16,11 +16,11 @@ from dcpmla.cache import formats
 from dcpmla.merge import merge_pair, merge_tree
 from dcpmla.ownership import TILE
 
-SPLIT_TILES = 16  # tiles of a class that are summed up before they are merged with those before them
+SPLIT_TILES = 16  # tiles of a lane that are summed up before they are merged with those before them
 MAX_PRODUCTS = 1 << 24  # elements that a step holds at a time: 64 MiB of float32
 
 
-class OrderedPrefillCall(NamedTuple):
+class DeterministicPrefillCall(NamedTuple):
     """The arguments of one call of multi-head attention in a fixed order, of new tokens to one chunk of their keys.
 
     Attributes:
@@ -93,31 +93,31 @@ def halve(products: Tensor, dim: int) -> Tensor:
     return products.select(dim, 0).contiguous()
 
 
-def decode_in_order(call: DecodeCall, table: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
-    """Compute absorbed MLA of some query tokens, each by itself: a class's splits in order, then the tree over the
-    classes.
+def decode_deterministic(call: DecodeCall, table: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
+    """Compute absorbed MLA of some query tokens, each by itself: a lane's splits in order, then the tree over the
+    lanes.
 
     Args:
-        call: Call with num_classes.
+        call: Call with num_tile_lanes.
         table: Block ids of the request of each of these tokens [N, max_blocks], int32.
     """
-    num_classes, dtype = call.num_classes, call.out_dtype
-    assert num_classes is not None
+    num_tile_lanes, dtype = call.num_tile_lanes, call.out_dtype
+    assert num_tile_lanes is not None
     assert call.q_pe is not None
     q = torch.cat([call.q, call.q_pe], -1)[tokens].to(dtype)[:, None, :, None]
     seq_lens = call.seq_lens[tokens]
-    rows = (q.shape[0], num_classes, q.shape[2])
+    rows = (q.shape[0], num_tile_lanes, q.shape[2])
     merged = new_sums(rows, call.kv_lora_rank, q).result()
-    round_keys = num_classes * TILE
+    round_keys = num_tile_lanes * TILE
     num_rounds = -(-int(seq_lens.max()) // round_keys) if len(seq_lens) else 0
     sums = new_sums(rows, call.kv_lora_rank, q)
     for index in range(num_rounds):
         positions = index * round_keys + torch.arange(round_keys, device=q.device)
-        valid = (positions < seq_lens[:, None]).unflatten(1, (num_classes, TILE))
+        valid = (positions < seq_lens[:, None]).unflatten(1, (num_tile_lanes, TILE))
         # Keys after a token's last, and entries of the table after its last block, are undefined.
         blocks = table[:, (positions // call.block_size).clamp(max=table.shape[1] - 1)].clamp(0, len(call.kv_cache) - 1)
         stored = call.kv_cache[blocks.to(torch.int64), positions % call.block_size]
-        kv = formats.to_latents(stored, call.kv_lora_rank, call.kv_scale, dtype).unflatten(1, (num_classes, TILE))
+        kv = formats.to_latents(stored, call.kv_lora_rank, call.kv_scale, dtype).unflatten(1, (num_tile_lanes, TILE))
         kv = kv.masked_fill(~valid[..., None], 0.0)[:, :, None]  # unwritten slots may hold NaN, and 0 x NaN is NaN
         scores = (halve(q * kv, -1) * call.softmax_scale).masked_fill(~valid[:, :, None], -torch.inf)
         sums = sums.add_tile(scores, kv[..., : call.kv_lora_rank])
@@ -128,7 +128,7 @@ def decode_in_order(call: DecodeCall, table: Tensor, tokens: slice) -> tuple[Ten
     return merge_tree(out.transpose(0, 1), lse.transpose(0, 1))
 
 
-def prefill_in_order(call: OrderedPrefillCall, out: Tensor, lse: Tensor, sums: Sums) -> None:
+def prefill_deterministic(call: DeterministicPrefillCall, out: Tensor, lse: Tensor, sums: Sums) -> None:
     """Add a chunk of keys to the sums of each query [T, h]; write out and lse of requests whose last keys these are.
 
     Args:

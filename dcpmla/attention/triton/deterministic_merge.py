@@ -1,4 +1,4 @@
-"""The merge of the partial outputs of decode in a fixed order: splits of a class in order, then classes by a tree.
+"""The merge of the partial outputs of decode in a fixed order: splits of a lane in order, then lanes by a tree.
 
 The kernels that compute them store the rows of a unit's tile group by group of 16 columns: all rows of a group come
 before the next group.
@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.attention.backends.calls import ORDERED_ROWS, DecodeCall
-from dcpmla.attention.backends.ordered_reference import SPLIT_TILES
+from dcpmla.attention.backends.calls import DETERMINISTIC_ROWS, DecodeCall
+from dcpmla.attention.backends.deterministic_reference import SPLIT_TILES
 from dcpmla.comm.kernels.merge_tree import merge_pair, merge_tree
 from dcpmla.ownership import TILE
 
@@ -28,7 +28,7 @@ class Partials(NamedTuple):
     Attributes:
         rows: Partial outputs [N, L], float32, and spare rows after them (`TileForm.num_spare_rows`).
         lses: LSE of each [N], float32.
-        first_rows: First row of each segment [num_segments], int32: n, or -1 - n if a class has the rows of one unit.
+        first_rows: First row of each segment [num_segments], int32: n, or -1 - n if a lane has the rows of one unit.
     """
 
     rows: Tensor
@@ -42,7 +42,7 @@ class TileForm(NamedTuple):
     Attributes:
         num_rows: Query rows of a tile.
         is_permuted: Whether the columns of a group are in the order of `hopper.partials.store_partial`.
-        num_spare_rows: Rows that it needs where a class has the rows of one unit.
+        num_spare_rows: Rows that it needs where a lane has the rows of one unit.
     """
 
     num_rows: int
@@ -51,17 +51,17 @@ class TileForm(NamedTuple):
 
 
 @triton.jit
-def count_units(num_tiles, num_classes):
-    """Return the number of units of each request, by its tiles: a unit has up to SPLIT tiles of one class."""
-    full = tl.maximum(num_tiles - 1, 0) // (num_classes * SPLIT)  # splits before the last
-    return full * num_classes + tl.minimum(num_classes, num_tiles - full * num_classes * SPLIT)
+def count_units(num_tiles, num_tile_lanes):
+    """Return the number of units of each request, by its tiles: a unit has up to SPLIT tiles of one lane."""
+    full = tl.maximum(num_tiles - 1, 0) // (num_tile_lanes * SPLIT)  # splits before the last
+    return full * num_tile_lanes + tl.minimum(num_tile_lanes, num_tiles - full * num_tile_lanes * SPLIT)
 
 
 @triton.jit
 def measure(index, batch):
     """Return the first query token of one segment or a vector of segments, its query rows and its keys.
 
-    batch: lens_ptr, start_ptr, query_len and num_heads of `ordered_decode_kernel`.
+    batch: lens_ptr, start_ptr, query_len and num_heads of `deterministic_decode_kernel`.
     """
     lens_ptr, start_ptr, query_len, num_heads = batch
     first = index * query_len
@@ -90,12 +90,12 @@ def merge_classes_kernel(
     num_segments,
     query_len,
     num_heads,
-    CLASSES: tl.constexpr,
+    LANES: tl.constexpr,
     LATENT: tl.constexpr,
     ROWS: tl.constexpr,
     IS_PERMUTED: tl.constexpr,
 ):
-    """Merge the partial outputs of one query row: the splits of each class in order, then the classes by a tree.
+    """Merge the partial outputs of one query row: the splits of each lane in order, then the lanes by a tree.
 
     ROWS, IS_PERMUTED: Form of the partial outputs (`TileForm`).
     """
@@ -112,7 +112,7 @@ def merge_classes_kernel(
         segment = low
     first, num_rows, num_keys = measure(segment, (lens_ptr, start_ptr, query_len, num_heads))
     row = (token - first) * num_heads + head
-    each, column = tl.arange(0, CLASSES), tl.arange(0, LATENT)
+    each, column = tl.arange(0, LANES), tl.arange(0, LATENT)
     num_tiles = tl.where(row < num_rows, tl.cdiv(num_keys, _TILE), 0)  # none: a row of padding
     out_ptr += tl.program_id(0).to(tl.int64) * LATENT
     lse_ptr += tl.program_id(0)
@@ -120,15 +120,15 @@ def merge_classes_kernel(
         tl.store(out_ptr + column, tl.zeros([LATENT], tl.float32))
         tl.store(lse_ptr, -float("inf"))
         return
-    out = tl.zeros([CLASSES, LATENT], tl.float32)
-    lse = tl.full([CLASSES], -float("inf"), tl.float32)
+    out = tl.zeros([LANES, LATENT], tl.float32)
+    lse = tl.full([LANES], -float("inf"), tl.float32)
     first_row = tl.load(first_rows_ptr + segment)
-    num_units = count_units(num_tiles, CLASSES)
+    num_units = count_units(num_tiles, LANES)
     if first_row < 0:
-        first_row, num_units = -1 - first_row, tl.minimum(num_tiles, CLASSES)
+        first_row, num_units = -1 - first_row, tl.minimum(num_tiles, LANES)
     in_tile, tile_row = row % ROWS, row // ROWS * ROWS
     tile_rows = tl.minimum(num_rows - tile_row, ROWS)
-    for begin in range(0, num_units, CLASSES):
+    for begin in range(0, num_units, LANES):
         is_unit = begin + each < num_units
         unit_row = first_row + (begin + each) * num_rows + tile_row
         at = offset_of(unit_row[:, None], tile_rows, in_tile, column[None, :], LATENT)
@@ -146,7 +146,7 @@ def merge_classes_kernel(
 def attend_and_merge(
     call: DecodeCall, attend: Callable[[DecodeCall, Partials], None], form: TileForm
 ) -> tuple[Tensor, Tensor]:
-    """Compute a `DecodeCall` with num_classes in two launches.
+    """Compute a `DecodeCall` with num_tile_lanes in two launches.
 
     Args:
         attend: Function that stores the partial outputs.
@@ -154,13 +154,13 @@ def attend_and_merge(
     """
     out, lse = call.new_output()
     num_tokens, num_heads, latent = out.shape
-    num_classes = call.num_classes
+    num_tile_lanes = call.num_tile_lanes
     if num_tokens == 0:
         return out, lse
-    assert num_classes is not None
-    max_splits = triton.cdiv(call.block_table.shape[1] * call.block_size, num_classes * TILE * SPLIT_TILES)
-    num_least = num_tokens * num_heads * num_classes  # one row for each class
-    num_partials = max(num_least, min(num_least * max_splits, ORDERED_ROWS))
+    assert num_tile_lanes is not None
+    max_splits = triton.cdiv(call.block_table.shape[1] * call.block_size, num_tile_lanes * TILE * SPLIT_TILES)
+    num_least = num_tokens * num_heads * num_tile_lanes  # one row for each lane
+    num_partials = max(num_least, min(num_least * max_splits, DETERMINISTIC_ROWS))
     num_spare = form.num_spare_rows if num_partials < num_least * max_splits else 0
     partials = Partials(
         torch.empty(num_partials + num_spare, latent, dtype=torch.float32, device=out.device),
@@ -177,7 +177,7 @@ def attend_and_merge(
         call.num_segments,
         call.max_query_len,
         num_heads,
-        CLASSES=num_classes,
+        LANES=num_tile_lanes,
         LATENT=latent,
         ROWS=form.num_rows,
         IS_PERMUTED=form.is_permuted,

@@ -1,16 +1,16 @@
 """Portable kernel of decode attention in a fixed order.
 
-The work is cut into units: a tile of query rows, a class of key tiles, and a split of SPLIT_TILES tiles of that class.
+The work is cut into units: a tile of query rows, a lane of key tiles, and a split of SPLIT_TILES tiles of that lane.
 A unit's arithmetic is the same whatever else a launch computes. Each unit has rows of memory of its own for its partial
-output, if there is room; else a class of a row tile is one unit, which merges its splits in memory one by one.
-`ordered_merge` merges splits in order, then classes by a tree: the same merges in both cases.
+output, if there is room; else a lane of a row tile is one unit, which merges its splits in memory one by one.
+`deterministic_merge` merges splits in order, then lanes by a tree: the same merges in both cases.
 """
 
 import triton
 import triton.language as tl
 
+from dcpmla.attention.triton.deterministic_merge import SPLIT, count_units, measure, offset_of
 from dcpmla.attention.triton.keys import load_keys
-from dcpmla.attention.triton.ordered_merge import SPLIT, count_units, measure, offset_of
 from dcpmla.comm.kernels.merge_tree import LN_2, merge_pair
 from dcpmla.ownership import TILE
 
@@ -19,17 +19,17 @@ _TILE = tl.constexpr(TILE)
 
 @triton.jit
 def _attend(q, q_pe, cache, table_ptr, tiles, num_keys, num_seen, scale, KEYS: tl.constexpr, ROPE: tl.constexpr):
-    """Attend to some tiles of a class; return out [ROWS, LATENT] and lse [ROWS], float32.
+    """Attend to some tiles of a lane; return out [ROWS, LATENT] and lse [ROWS], float32.
 
     Args:
         cache: cache_ptr, its strides of blocks and of rows, and block_size.
         table_ptr: Row of the block table.
-        tiles: First tile of the class, the end, the class, and the number of classes.
+        tiles: First tile of the lane, the end, the lane, and the number of lanes.
         num_keys, num_seen: Keys of the segment, and of each row [ROWS].
         scale: Softmax scale times log2(e).
     """
     cache_ptr, stride_block, stride_row, block_size = cache
-    begin, end, this_class, num_classes = tiles
+    begin, end, this_class, num_tile_lanes = tiles
     ROWS: tl.constexpr = q.shape[0]
     LATENT: tl.constexpr = q.shape[1]
     PARTS: tl.constexpr = _TILE // KEYS
@@ -37,7 +37,7 @@ def _attend(q, q_pe, cache, table_ptr, tiles, num_keys, num_seen, scale, KEYS: t
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, LATENT], tl.float32)
     for part in range(begin * PARTS, end * PARTS):
-        tile = part // PARTS * num_classes + this_class
+        tile = part // PARTS * num_tile_lanes + this_class
         position = tile * _TILE + (part - part // PARTS * PARTS) * KEYS + tl.arange(0, KEYS)
         is_key = position < num_keys
         block = tl.load(table_ptr + position // block_size, mask=is_key, other=0)
@@ -78,7 +78,7 @@ def _add_partial(partials_ptr, tile, lse, out, out_lse):
 
 
 # Sizes of a step change: if specialized on them, Triton would recompile while requests wait. It must not specialize on
-# the number of classes either, because the code for all numbers of ranks must round alike.
+# the number of lanes either, because the code for all numbers of ranks must round alike.
 @triton.jit(
     do_not_specialize=[
         "table_stride",
@@ -86,12 +86,12 @@ def _add_partial(partials_ptr, tile, lse, out, out_lse):
         "num_segments",
         "query_len",
         "num_heads",
-        "num_classes",
+        "num_tile_lanes",
         "num_partials",
     ],
     do_not_specialize_on_alignment=["kv_scale_ptr"],
 )
-def ordered_decode_kernel(
+def deterministic_decode_kernel(
     q_ptr,
     q_pe_ptr,
     cache_ptr,
@@ -114,7 +114,7 @@ def ordered_decode_kernel(
     num_segments,
     query_len,
     num_heads,
-    num_classes,
+    num_tile_lanes,
     num_partials,
     scale,
     ROWS: tl.constexpr,
@@ -126,7 +126,7 @@ def ordered_decode_kernel(
     """Compute the partial outputs of all units, which programs take in turn. scale includes log2(e).
 
     start_ptr is None where each segment has query_len query tokens. Program 0 stores the first row of each segment's
-    partial outputs (`ordered_merge.Partials`); there is memory for num_partials rows.
+    partial outputs (`deterministic_merge.Partials`); there is memory for num_partials rows.
     """
     row, column, rope = tl.arange(0, ROWS), tl.arange(0, LATENT), tl.arange(0, ROPE)
     batch = (lens_ptr, start_ptr, query_len, num_heads)
@@ -138,9 +138,9 @@ def ordered_decode_kernel(
     _, all_rows, all_keys = measure(tl.minimum(index, num_segments - 1), batch)
     all_rows = tl.where(index < num_segments, all_rows, 0)
     all_tiles = tl.where(all_rows > 0, tl.cdiv(all_keys, _TILE), 0)
-    all_units = count_units(all_tiles, num_classes)
+    all_units = count_units(all_tiles, num_tile_lanes)
     has_rows = tl.sum(all_units * all_rows, 0) <= num_partials
-    all_units = tl.where(has_rows, all_units, tl.minimum(all_tiles, num_classes))
+    all_units = tl.where(has_rows, all_units, tl.minimum(all_tiles, num_tile_lanes))
     ends = tl.cumsum(all_units * tl.cdiv(all_rows, ROWS), 0)
     first_rows = tl.cumsum(all_units * all_rows, 0) - all_units * all_rows
     if tl.program_id(0) == 0:
@@ -167,14 +167,14 @@ def ordered_decode_kernel(
             table = tl.load(index_ptr + segment)
         row_ptr = table_ptr + table.to(tl.int64) * table_stride
 
-        this_class, begin = number % num_classes, number // num_classes * SPLIT
-        end = tl.cdiv(tl.cdiv(num_keys, _TILE) - this_class, num_classes)
+        this_class, begin = number % num_tile_lanes, number // num_tile_lanes * SPLIT
+        end = tl.cdiv(tl.cdiv(num_keys, _TILE) - this_class, num_tile_lanes)
         if has_rows:
             end = tl.minimum(begin + SPLIT, end)
         partial_row = tl.sum(tl.where(index == segment, first_rows, 0), 0) + number * all_num_rows + line * ROWS
         lse = tl.full([ROWS], -float("inf"), tl.float32)
         for split in range(begin, end, SPLIT):
-            tiles = (split, tl.minimum(split + SPLIT, end), this_class, num_classes)
+            tiles = (split, tl.minimum(split + SPLIT, end), this_class, num_tile_lanes)
             out, out_lse = _attend(q, q_pe, cache, row_ptr, tiles, num_keys, num_seen, scale, KEYS, ROPE)
             if kv_scale_ptr is not None:
                 out *= tl.load(kv_scale_ptr)

@@ -1,4 +1,4 @@
-"""Decode attention in a fixed order on GPUs; `ordered_reference.decode_in_order` specifies it."""
+"""Decode attention in a fixed order on GPUs; `deterministic_reference.decode_deterministic` specifies it."""
 
 from typing import NamedTuple
 
@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.backends.calls import DecodeCall, request_bound
+from dcpmla.attention.triton.deterministic_merge import Partials, TileForm, attend_and_merge
+from dcpmla.attention.triton.deterministic_units import deterministic_decode_kernel
 from dcpmla.attention.triton.device import shared_memory
-from dcpmla.attention.triton.ordered_merge import Partials, TileForm, attend_and_merge
-from dcpmla.attention.triton.ordered_units import ordered_decode_kernel
 from dcpmla.comm.kernels.merge_tree import LOG2_E
 
 
@@ -37,7 +37,7 @@ def choose_tile(width: int, shared_bytes: int) -> Tile:
 
 
 def run(call: DecodeCall) -> tuple[Tensor, Tensor]:
-    """Compute a `DecodeCall` with num_classes by the portable kernel, for the calls that `backends` admits."""
+    """Compute a `DecodeCall` with num_tile_lanes by the portable kernel, for the calls that `backends` admits."""
     tile = choose_tile(call.q.shape[2] + call.rope_dim, shared_memory(call.q.device))
     return attend_and_merge(call, lambda call, partials: _attend(call, partials, tile), TileForm(tile.rows))
 
@@ -47,7 +47,7 @@ def _attend(call: DecodeCall, partials: Partials, tile: Tile) -> None:
     q, q_pe, kv_cache, table = call.q, call.q_pe, call.kv_cache, call.block_table
     assert q_pe is not None
     num_processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
-    ordered_decode_kernel[(num_processors,)](
+    deterministic_decode_kernel[(num_processors,)](
         q,
         q_pe,
         kv_cache,
@@ -67,7 +67,7 @@ def _attend(call: DecodeCall, partials: Partials, tile: Tile) -> None:
         call.num_segments,
         call.max_query_len,
         q.shape[1],
-        call.num_classes,
+        call.num_tile_lanes,
         len(partials.lses),
         call.softmax_scale * LOG2_E.value,
         ROWS=tile.rows,

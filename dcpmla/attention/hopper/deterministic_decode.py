@@ -1,6 +1,7 @@
 """Decode attention in a fixed order on Hopper: the pipeline of `decode` over whole units (`units`).
 
-`ordered_reference.decode_in_order` specifies it. Each unit stores a partial output; `ordered_merge` merges them.
+`deterministic_reference.decode_deterministic` specifies it. Each unit stores a partial output; `deterministic_merge`
+merges them.
 """
 
 import torch
@@ -20,7 +21,7 @@ from dcpmla.attention.hopper.producers import copy_tiles
 from dcpmla.attention.hopper.schedule import ROWS, Batch
 from dcpmla.attention.hopper.stage_ring import await_ready, free_at
 from dcpmla.attention.hopper.units import SPLIT, begin_unit, cut_units, find_units, next_units, start_units, unit_of
-from dcpmla.attention.triton.ordered_merge import Partials, TileForm, attend_and_merge
+from dcpmla.attention.triton.deterministic_merge import Partials, TileForm, attend_and_merge
 from dcpmla.comm.kernels import merge_tree
 
 find_shares = gluon.jit(merge_tree.find_shares.fn)
@@ -104,7 +105,7 @@ def _consume_values(buffers, barriers, partials_ptr, spare_row, work):
         walk = next_units(walk, units)
 
 
-# As `decode_kernel`: sizes of a step are not specialized. The number of classes is not either, because the code for all
+# As `decode_kernel`: sizes of a step are not specialized. The number of lanes is not either, because the code for all
 # numbers of ranks must round alike.
 @gluon.jit(
     do_not_specialize=[
@@ -115,12 +116,12 @@ def _consume_values(buffers, barriers, partials_ptr, spare_row, work):
         "query_len",
         "num_heads",
         "q_token_stride",
-        "num_classes",
+        "num_tile_lanes",
         "num_partials",
     ],
     do_not_specialize_on_alignment=["kv_scale_ptr"],
 )
-def ordered_kernel(
+def deterministic_kernel(
     q_desc,
     q_pe_desc,
     kv_desc,
@@ -141,7 +142,7 @@ def ordered_kernel(
     query_len,
     num_heads,
     q_token_stride,
-    num_classes,
+    num_tile_lanes,
     num_partials,
     scale,
     ROW_STRIDE: gl.constexpr,
@@ -158,7 +159,7 @@ def ordered_kernel(
     batch = Batch(lens_ptr, start_ptr, query_len, num_heads, gl.program_id(0), gl.to_tensor(False))
     buffers = new_buffers(q_desc, q_pe_desc, NUM_STAGES, 1, HAS_LSES=False)
     barriers = new_barriers(NUM_STAGES, 1, Q_CONSUMERS=2, PROBS_CONSUMERS=1, IS_MERGED=False)
-    work = cut_units(batch, num_reqs, num_classes, num_partials, first_rows_ptr, REQS)
+    work = cut_units(batch, num_reqs, num_tile_lanes, num_partials, first_rows_ptr, REQS)
     queries = Queries(q_desc, q_pe_desc, num_heads, q_token_stride)
     keys = rows_ptr if kv_desc is None else Tiles(kv_desc, k_pe_desc)
     table = table_ptr, table_stride, index_ptr, rows_per_block, block_size
@@ -185,7 +186,7 @@ def ordered_kernel(
 
 
 def run(call: DecodeCall) -> tuple[Tensor, Tensor]:
-    """Compute a `DecodeCall` with num_classes, for the calls that `backends` admits."""
+    """Compute a `DecodeCall` with num_tile_lanes, for the calls that `backends` admits."""
     num_lines = -(-call.max_query_len * call.q.shape[1] // ROWS.value)
     num_processors = torch.cuda.get_device_properties(call.q.device).multi_processor_count
     grid = num_lines, max(1, num_processors // num_lines)
@@ -196,9 +197,9 @@ def run(call: DecodeCall) -> tuple[Tensor, Tensor]:
 def _attend(call: DecodeCall, partials: Partials, grid: tuple[int, int]) -> None:
     """Compute the partial outputs by a grid of (lines, parts)."""
     num_reqs = call.num_segments
-    assert call.num_classes is not None
+    assert call.num_tile_lanes is not None
     cache, queries = describe_cache(call), describe_queries(call)
-    ordered_kernel[grid](
+    deterministic_kernel[grid](
         queries.latent,
         queries.rope,
         cache.latent,
@@ -219,7 +220,7 @@ def _attend(call: DecodeCall, partials: Partials, grid: tuple[int, int]) -> None
         call.max_query_len,
         call.q.shape[1],
         queries.token_stride,
-        call.num_classes,
+        call.num_tile_lanes,
         len(partials.lses),
         call.softmax_scale * LOG2E.value,
         ROW_STRIDE=cache.row_stride,
