@@ -89,7 +89,7 @@ def recorded() -> Iterator[tuple[list[Recorder], Counter[str]]]:
         return dataclasses.replace(selection, exchange=recorders[-1])
 
     def counted(name: str) -> Callable[..., Any]:
-        function = getattr(prefill, name)
+        function = getattr(prefill._Prefill, name)
 
         def call(*arguments: Any) -> Any:
             calls[name] += 1
@@ -97,9 +97,9 @@ def recorded() -> Iterator[tuple[list[Recorder], Counter[str]]]:
 
         return call
 
-    names = "_attend_gathered", "_attend_in_place"
+    names = "attend_gathered", "attend_in_place"
     routes = {name: counted(name) for name in names}
-    with patch.object(test_compressed_layer, "select_exchange", select), patch.multiple(prefill, **routes):
+    with patch.object(test_compressed_layer, "select_exchange", select), patch.multiple(prefill._Prefill, **routes):
         yield recorders, calls
 
 
@@ -121,9 +121,9 @@ def check_turns(dcp: DCPConfig, has_chunks: bool) -> None:
             check(dcp, (TURNS,), changes=changes)
         (recorder,) = recorders
         num_layers = 3 * len(TURNS)
-        assert calls["_attend_gathered"] + calls["_attend_in_place"] == num_layers
-        assert (calls["_attend_in_place"] > 0) == (changes == FEW_HEADS)
-        num_gathered = calls["_attend_gathered"] - len(TURNS)  # windows are on every rank
+        assert calls["attend_gathered"] + calls["attend_in_place"] == num_layers
+        assert (calls["attend_in_place"] > 0) == (changes == FEW_HEADS)
+        num_gathered = calls["attend_gathered"] - len(TURNS)  # windows are on every rank
         assert recorder.started > 2 * num_gathered if has_chunks else recorder.started == num_gathered
 
 

@@ -127,7 +127,7 @@ def test_pools_of_a_padded_step() -> None:
     for each in pools.parts:
         assert each.positions.tolist() == [18, 19, 20, 7, 8, -1, -1, -1, -1]
         assert each.request.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert (pools.per_block, pools.entries.entries_per_block) == (4, 4)
+    assert pools.entries.entries_per_block == 4
     assert pools.visible.seq_lens.tolist() == [9, 10, 10, 4, 4, 4, 0, 0, 0]
     assert pools.visible.local_seq_lens.tolist() == [4, 5, 5, 2, 2, 2, 0, 0, 0]
     assert pools.visible.max_seq_len == 10

@@ -17,7 +17,7 @@ class WindowWrite(NamedTuple):
         q_weight, kv_weight: Weights of the norms, [Lq], [D] float32.
         eps: Epsilon of the norms.
         cos_sin: Angles [T, R] float32 as in `apply_rope`.
-        positions, request, seq_lens, states: Columns of `CompressedMetadata`.
+        positions, request, seq_lens, states: Columns of `CompressedMetadata`; states of the layer's ring [num_reqs].
         ring_rows: Rows of a request's window.
         quantizes: Whether q_c is also quantized, with the bits of `quantize_rows`; Lq is a multiple of 128 then.
     """

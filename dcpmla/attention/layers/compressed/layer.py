@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,17 +10,18 @@ from torch import Tensor
 from dcpmla.attention.backends.calls import DecodeCall
 from dcpmla.attention.layers.compressed.calls import WindowWrite
 from dcpmla.attention.layers.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
-from dcpmla.attention.layers.compressed.entries import write_entries, write_entries_and_keys, write_index_keys
 from dcpmla.attention.layers.compressed.fork import fork
 from dcpmla.attention.layers.compressed.prefill import attend_prefill, touch_prefill_memory
 from dcpmla.attention.layers.compressed.projections import norm_rope_window
 from dcpmla.attention.layers.compressed.step import CompressedMetadata, selects
-from dcpmla.attention.layers.compressed.weights import CompressedWeights
+from dcpmla.attention.layers.compressed.weights import CompressedWeights, CompressorWeights
 from dcpmla.attention.mla.decode import dcp_mla_decode
 from dcpmla.attention.placement import Placement
 from dcpmla.attention.select.blocks import Candidates
-from dcpmla.attention.select.calls import IndexRotation
-from dcpmla.attention.select.projections import rope_index_queries
+from dcpmla.attention.select.calls import IndexNorm, IndexRotation
+from dcpmla.attention.select.compressor import compress_
+from dcpmla.attention.select.entries import EntryLayout, Pooling
+from dcpmla.attention.select.projections import norm_rope_index_keys, rope_index_queries
 from dcpmla.attention.select.selector import TokenSelector
 from dcpmla.attention.select.step import SelectedTokens
 from dcpmla.attention.step.metadata import DecodeMetadata, StepMetadata, begin_attention
@@ -116,23 +118,23 @@ class CompressedAttention(CompressedWeights):
             window = read_rows(cache.latents, context.window_slots[self.ring], self.config.head_dim, self.dtype)
         down = self.down_project(hidden_states[: step.num_tokens])
         norms = self.q_norm, self.kv_norm, self.config.rms_norm_eps
-        states = compressed.ring_states(self.ring)
-        requests = compressed.positions, compressed.request, compressed.seq_lens, states
+        requests = compressed.positions, compressed.request, compressed.seq_lens, compressed.states[self.ring]
         options = compressed.plan.ring_rows, self.q_b_proj.takes_quantized
         latents, rows, *codes = norm_rope_window(
             WindowWrite(down[0], cache.latents, *norms, cos_sin, *requests, *options)
         )
         q_c = NormedRows.join(latents, *codes)
-        if self.config.has_entry_keys:
-            write_entries_and_keys(self, down, compressed, cache)
+        has_entry_keys = self.config.has_entry_keys
+        if has_entry_keys:
+            self._write_entries(down, compressed, cache)
         # The exchange is used on one stream at a time.
         with fork(rows.device, self._has_side_stream(compressed)) as side:
-            write_index_keys(self, down, compressed, cache)
-            if self.selector is None:
-                write_entries(self, down, compressed, cache)
+            self._write_index_keys(down, compressed, cache)
+            if self.selector is None and not has_entry_keys:
+                self._write_entries(down, compressed, cache)
             selection = self.select(q_c, down, cache, compressed, side.mark)
-        if self.selector is not None:
-            write_entries(self, down, compressed, cache)
+        if self.selector is not None and not has_entry_keys:
+            self._write_entries(down, compressed, cache)
         side.reach_mark()  # Queries are a large product, which would delay the indexer's small kernels.
         parts = []
         if step.decode is not None:
@@ -148,6 +150,53 @@ class CompressedAttention(CompressedWeights):
         out, lse = (torch.cat(part) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))
         return self.finish(out, lse, cos_sin, len(hidden_states))
 
+    def _write_entries(self, down: tuple[Tensor, ...], step: CompressedMetadata, cache: LayerCache) -> None:
+        """Pool tokens into entries, and write them; write also the index keys that are projected from entries
+        (`has_entry_keys`). Write nothing in a layer that reads another one's entries.
+        """
+        if not self.writes:
+            return
+        if not self.config.has_entry_keys:
+            self._pool(self.compressor, down[1], step, cache.states[0], cache.latents)
+            return
+        pairs, first_row = down[1], step.plan.window_rows(self.kind.ratio)
+        # This rank's complete entries before RoPE, each at the first token of its span, and their slots.
+        latents = pairs.new_empty(len(pairs), self.config.head_dim)
+        slots = torch.full((len(pairs),), first_row - 1, dtype=torch.int64, device=pairs.device)
+        self._pool(self.compressor, pairs, step, cache.states[0], cache.latents, latents=latents, slots=slots)
+        if cache.index_keys is None:
+            return
+        norm = IndexNorm(self.index_k_norm, None, self.config.rms_norm_eps)
+        rotation = IndexRotation(step.entries[self.kind.ratio].cos_sin, True, self.dcp.index_hadamard)
+        keys, index_slots = self.index_k_proj(latents), slots - first_row  # -1 at tokens without an entry
+        norm_rope_index_keys(keys, cache.index_keys, index_slots, norm, rotation)
+
+    def _write_index_keys(self, down: tuple[Tensor, ...], step: CompressedMetadata, cache: LayerCache) -> None:
+        """Pool tokens into index keys, and write them, unless keys come from entries or there is no indexer."""
+        if self.writes and self.kind.has_indexer and not self.config.has_entry_keys:
+            assert cache.index_keys is not None
+            options = {"is_index": True, "hadamard": self.dcp.index_hadamard}
+            self._pool(self.index_compressor, down[2], step, cache.states[1], cache.index_keys, **options)
+
+    def _pool(
+        self,
+        weights: CompressorWeights,
+        pairs: Tensor,
+        step: CompressedMetadata,
+        sums: Tensor,
+        cache: Tensor,
+        is_index: bool = False,
+        **options: Any,
+    ) -> None:
+        """Pool the pairs of a step's tokens part by part, with options of `Pooling`."""
+        entries = step.entries[self.kind.ratio]
+        table = step.block_table if is_index else entries.block_table
+        layout = EntryLayout(entries.cos_sin, table, step.plan.entries_per_block(self.kind.ratio), step.owner)
+        written = sums.flatten(0, 1), cache, layout
+        call = Pooling(pairs, weights.bias, weights.norm, self.config.rms_norm_eps, *written, is_index, **options)
+        for part in step.parts:
+            compress_(call, part)
+
     def touch_peak_memory(self, num_tokens: int) -> None:
         """Allocate and free the memory of attention in the largest step of num_tokens, so that memory profiling
         includes it: an indexer's workspace, then a prefill's. Collective.
@@ -159,7 +208,7 @@ class CompressedAttention(CompressedWeights):
                 few = self.selector.workspace_bytes(min(num_tokens, _FEW_TOKENS), dtype.itemsize, 4 * _FEW_SCORES)
                 torch.empty(few, dtype=torch.uint8, device=device)
             side.join()
-        touch_prefill_memory(num_tokens, self.num_heads, self.config, self.kind, self.exchange, self.dcp, dtype, device)
+        touch_prefill_memory(self, self.exchange, num_tokens)
 
     def _has_side_stream(self, compressed: CompressedMetadata) -> bool:
         """Return whether kernels of a step run concurrently. Kernels of few tokens are too small to fill a GPU."""

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from dcpmla.attention.backends.calls import DecodeCall, decode_workspace
 from dcpmla.attention.layers.compressed.calls import ChunkEntries
-from dcpmla.attention.layers.compressed.config import CompressedConfig, LayerKind
+from dcpmla.attention.layers.compressed.config import LayerKind
 from dcpmla.attention.layers.compressed.step import CompressedMetadata
 from dcpmla.attention.layers.compressed.visible import append_entries
+from dcpmla.attention.layers.compressed.weights import CompressedWeights
 from dcpmla.attention.mla.decode import dcp_mla_decode, mla_decode
 from dcpmla.attention.mla.prefill import ContextGather, merge_part
 from dcpmla.attention.select.step import SelectedTokens
@@ -48,28 +49,19 @@ def attend_prefill(
         out [n, h, D] and lse [n, h] float32, without the sink, of each tile of n tokens.
     """
     lists = RowLists(step, kind, selection, len(q))
-    prefill = _Prefill(q, step, dcp.attention_backend, lists)
-    if selection is None or lists.chunks:
-        return _attend_gathered(prefill, new_rows, rows, exchange)
-    return _attend_in_place(prefill, new_rows, rows, selection, exchange, dcp.decode_context_parallel_size)
+    prefill = _Prefill(q, new_rows, rows, step, lists, exchange, dcp)
+    return prefill.attend_gathered() if selection is None or lists.chunks else prefill.attend_in_place(selection)
 
 
-def touch_prefill_memory(
-    num_tokens: int,
-    num_heads: int,
-    config: CompressedConfig,
-    kind: LayerKind,
-    exchange: Exchange,
-    dcp: DCPConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """Allocate and free the memory of `attend_prefill` for num_tokens with num_heads on this rank. Collective."""
+def touch_prefill_memory(layer: CompressedWeights, exchange: Exchange, num_tokens: int) -> None:
+    """Allocate and free the memory of `attend_prefill` for num_tokens. Collective."""
+    config, dcp, dtype, num_heads = layer.config, layer.dcp, layer.dtype, layer.num_heads
+    device = layer.q_norm.device
 
     def new(num_rows: int) -> Tensor:
         return torch.empty(num_rows, config.head_dim, dtype=dtype, device=device)
 
-    num_entries = dcp.context_workspace_tokens if kind.ratio else 0
+    num_entries = dcp.context_workspace_tokens if layer.kind.ratio else 0
     # The workspace has an aligned chunk for each request of a step, which brings a window without its last token.
     num_requests = min(num_tokens, dcp.context_workspace_tokens // config.chunk_alignment(dcp))
     num_before = num_requests * (config.sliding_window - 1)
@@ -85,7 +77,7 @@ def touch_prefill_memory(
         torch.empty(2 * LISTED_ROWS + KEPT_ROWS, dtype=torch.int32, device=device),
         decode_workspace(device),
     ]
-    if kind.ratio:
+    if layer.kind.ratio:
         exchange.reserve_context(num_entries, config.head_dim, dtype, device)
     del touched  # after the exchange's memory, because the allocator's peak counts
 
@@ -189,19 +181,60 @@ class RowLists:
 
 @dataclass(frozen=True)
 class _Prefill:
-    """The prefill tokens of a step, attending to gathered rows.
+    """The prefill tokens of a step; arguments of `attend_prefill`.
 
     Attributes:
-        q: Queries of this rank's heads [T, h, D].
         lists: Lists of the rows that tokens attend to.
     """
 
     q: Tensor
+    new_rows: tuple[Tensor, Tensor]
+    rows: Tensor
     step: CompressedMetadata
-    backend: str
     lists: RowLists
+    exchange: Exchange
+    dcp: DCPConfig
 
-    def tiles(self, num_entries: int, max_tokens: int) -> list[slice]:
+    def attend_gathered(self) -> list[tuple[Tensor, Tensor]]:
+        """Attend to windows and to chunks of entries: return out and lse of each tile of tokens.
+
+        Windows come with the first chunk, so that short contexts take one call of attention. Each later chunk is
+        gathered during the attention to the previous chunk.
+        """
+        chunks, dtype, num_new = self.lists.chunks, self.q.dtype, sum(map(len, self.new_rows))
+        # Results of several chunks are in float32, so that merges take more memory than one call for all tokens.
+        max_tokens = PART_ROWS // self.q.shape[1] if len(chunks) > 1 else len(self.q)
+        tiles = self._tiles(max([0, *map(self.lists.num_listed, chunks)]), max_tokens)
+        if not chunks:
+            return self._attend_tiles(tiles, torch.cat(self.new_rows), None, num_new)
+        rows, width = self.rows, self.q.shape[-1]
+        gather = ContextGather(self.exchange, chunks, lambda chunk: read_rows(rows, chunk.local_slots, width, dtype))
+        parts: list[tuple[Tensor, Tensor]] = []
+        for number, gathered in gather:
+            if number == 0:
+                parts = self._attend_tiles(tiles, torch.cat([*self.new_rows, gathered]), number, num_new)
+            else:
+                # Results are rounded once, after the last chunk.
+                merged = dtype if number == len(chunks) - 1 else torch.promote_types(dtype, torch.float32)
+                for part, tokens in enumerate(tiles):
+                    parts[part] = merge_part(*parts[part], *self._attend(tokens, gathered, number, 0), merged)
+            del gathered  # The next gather needs this memory: at most two chunks exist at a time.
+        return parts
+
+    def attend_in_place(self, selection: SelectedTokens) -> list[tuple[Tensor, Tensor]]:
+        """Attend to windows, and as in decode to selected entries on the ranks that own them: return out and lse of
+        each tile of tokens.
+        """
+        parts, q, keys = [], self.q, torch.cat(self.new_rows)
+        for tokens in self._tiles(0, PART_ROWS // (q.shape[1] * self.dcp.decode_context_parallel_size)):
+            chosen = selection.rows(tokens)
+            # Copies start at multiples of 16 bytes, because Triton would compile another kernel for other addresses.
+            call = self._call(tokens, self.rows, chosen.slots.clone(), chosen.num_slots.clone())
+            of_entries = dcp_mla_decode(call._replace(q=self.exchange.gather_heads(call.q)), self.exchange)
+            parts.append(merge_part(*self._attend(tokens, keys, None, len(keys)), *of_entries, q.dtype))
+        return parts
+
+    def _tiles(self, num_entries: int, max_tokens: int) -> list[slice]:
         """Return the tokens that attend at a time, at most max_tokens, each to at most num_entries."""
         num_rows, num_tokens = self.step.plan.config.sliding_window + num_entries, len(self.q)
         size = max(1, min(LISTED_ROWS // num_rows, max_tokens))
@@ -209,72 +242,20 @@ class _Prefill:
             return [slice(0, num_tokens)]
         return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
 
-    def attend(self, tokens: slice, keys: Tensor, number: int | None, num_before: int) -> tuple[Tensor, Tensor]:
+    def _attend_tiles(
+        self, tiles: Sequence[slice], keys: Tensor, number: int | None, num_before: int
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Attend from each tile of tokens (`_attend`)."""
+        return [self._attend(tokens, keys, number, num_before) for tokens in tiles]
+
+    def _attend(self, tokens: slice, keys: Tensor, number: int | None, num_before: int) -> tuple[Tensor, Tensor]:
         """Attend to gathered rows [N, D]: to windows if num_before rows come before the chunk's, and to the entries of
         the chunk of a number if there is one.
         """
-        rows, num = self.lists.list_rows(tokens, number, num_before)
-        return mla_decode(self.call_of(tokens, keys[:, None], rows, num))
+        return mla_decode(self._call(tokens, keys[:, None], *self.lists.list_rows(tokens, number, num_before)))
 
-    def attend_tiles(
-        self, tiles: Sequence[slice], keys: Tensor, number: int | None, num_before: int
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Attend from each tile of tokens (`attend`)."""
-        return [self.attend(tokens, keys, number, num_before) for tokens in tiles]
-
-    def call_of(self, tokens: slice, cache: Tensor, rows: Tensor, num: Tensor) -> DecodeCall:
+    def _call(self, tokens: slice, cache: Tensor, rows: Tensor, num: Tensor) -> DecodeCall:
         """Return the call of attention to the first num [n] of rows [n, N] of a cache."""
         assert self.step.context is not None
         call = DecodeCall(self.q[tokens], None, cache, rows, num, self.step.plan.config.scale, self.q.shape[-1])
-        return call._replace(workspace=self.step.context.workspace, backend=self.backend)
-
-
-def _attend_gathered(
-    prefill: _Prefill, new_rows: tuple[Tensor, Tensor], rows: Tensor, exchange: Exchange
-) -> list[tuple[Tensor, Tensor]]:
-    """Attend to windows and to chunks of entries: return out and lse of each tile of tokens.
-
-    Windows come with the first chunk, so that short contexts take one call of attention. Each later chunk is gathered
-    during the attention to the previous chunk.
-    """
-
-    chunks, dtype, num_new = prefill.lists.chunks, prefill.q.dtype, sum(map(len, new_rows))
-    # Results of several chunks are in float32, so that merges take more memory than one call for all tokens.
-    max_tokens = PART_ROWS // prefill.q.shape[1] if len(chunks) > 1 else len(prefill.q)
-    tiles = prefill.tiles(max([0, *map(prefill.lists.num_listed, chunks)]), max_tokens)
-    if not chunks:
-        return prefill.attend_tiles(tiles, torch.cat(new_rows), None, num_new)
-    width = prefill.q.shape[-1]
-    gather = ContextGather(exchange, chunks, lambda chunk: read_rows(rows, chunk.local_slots, width, dtype))
-    parts: list[tuple[Tensor, Tensor]] = []
-    for number, gathered in gather:
-        if number == 0:
-            parts = prefill.attend_tiles(tiles, torch.cat([*new_rows, gathered]), number, num_new)
-        else:
-            # Results are rounded once, after the last chunk.
-            merged = dtype if number == len(chunks) - 1 else torch.promote_types(dtype, torch.float32)
-            for part, tokens in enumerate(tiles):
-                parts[part] = merge_part(*parts[part], *prefill.attend(tokens, gathered, number, 0), merged)
-        del gathered  # The next gather needs this memory: at most two chunks exist at a time.
-    return parts
-
-
-def _attend_in_place(
-    prefill: _Prefill,
-    new_rows: tuple[Tensor, Tensor],
-    rows: Tensor,
-    selection: SelectedTokens,
-    exchange: Exchange,
-    dcp_size: int,
-) -> list[tuple[Tensor, Tensor]]:
-    """Attend to windows, and as in decode to selected entries on the ranks that own them: return out and lse of each
-    tile of tokens.
-    """
-    parts, q, keys = [], prefill.q, torch.cat(new_rows)
-    for tokens in prefill.tiles(0, PART_ROWS // (q.shape[1] * dcp_size)):
-        chosen = selection.rows(tokens)
-        # Copies start at multiples of 16 bytes, because Triton would compile another kernel for other addresses.
-        call = prefill.call_of(tokens, rows, chosen.slots.clone(), chosen.num_slots.clone())
-        of_entries = dcp_mla_decode(call._replace(q=exchange.gather_heads(call.q)), exchange)
-        parts.append(merge_part(*prefill.attend(tokens, keys, None, len(keys)), *of_entries, q.dtype))
-    return parts
+        return call._replace(workspace=self.step.context.workspace, backend=self.dcp.attention_backend)

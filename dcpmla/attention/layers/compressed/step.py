@@ -72,7 +72,8 @@ class CompressedMetadata:
         request: Request of each token, [T] int32.
         first_position: Position of each request's first token in this step, [num_reqs] int32.
         seq_lens: Tokens of each request after this step, [num_reqs] int32; 0 for padding.
-        states: State of each request, [num_reqs] int32; -1 for padding.
+        states: Number of each request's windows in a layer's rows, by the layer's ring [num_rings, num_reqs] int32;
+            the first ring's are the requests' states. Negative for padding.
         block_table: Block table, [num_reqs, max_blocks] int32.
         max_seq_len: Upper bound of seq_lens, the same on all ranks.
         context: Rows for the prefill tokens; None without prefills.
@@ -85,7 +86,6 @@ class CompressedMetadata:
         selection: Memory for the entries that layers with an indexer select; None if they select nothing.
         windows: Windows of decodes in layers that share rows and select; None without such layers.
         candidates: Memory for candidate blocks [T, num_blocks] int32, -1 after the last; None while all blocks are.
-        states_in_rings: Result of `ring_states`; None if no layers share rows, and before `with_angles`.
     """
 
     plan: CompressedPlan
@@ -105,20 +105,17 @@ class CompressedMetadata:
     selection: SelectedTokens | None = None
     windows: RingWindows | None = None
     candidates: Tensor | None = None
-    states_in_rings: Tensor | None = None
 
     @classmethod
     def of(cls, step: StepMetadata) -> "CompressedMetadata":
         """Return the requests of a step, before `with_angles`."""
         plan: CompressedPlan = step.layout.traits.plan
         table, tokens = step.table, step.tokens
-        numbers = tokens.positions, tokens.request, table.begin, table.end, table.states, table.block_table
+        num_rings = 1 + max(plan.config.rings)
+        states = table.states[None] if num_rings == 1 else ring_states(table.states, num_rings, plan.num_states)
+        numbers = tokens.positions, tokens.request, table.begin, table.end, states, table.block_table
         context = step.derive(ContextRows, context_rows)
         return cls(plan, step.layout.owner, *numbers, step.max_seq_len, context)
-
-    def ring_states(self, ring: int) -> Tensor:
-        """Return the numbers of requests' windows in a layer's rows [num_reqs] int32; negative for padding."""
-        return self.states if self.states_in_rings is None else self.states_in_rings[ring]
 
     def decode_slots(self, selection: SelectedTokens, num_decode_tokens: int, ring: int) -> Tensor:
         """Return the slots of a selection's decodes in a layer's rows [n, N]."""
@@ -133,7 +130,7 @@ class CompressedMetadata:
     def visible_entries(self, ratio: int) -> SparseMetadata:
         """Return the entries that each token sees, in the format of sparse MLA's tokens."""
         counts = (self.positions + 1) // ratio
-        counts = counts.where(self.states[self.request] >= 0, 0)  # 0 for padding
+        counts = counts.where(self.states[0, self.request] >= 0, 0)  # 0 for padding
         local = self.owner.local_seq_lens(counts)
         return SparseMetadata(self.block_table, self.request, counts.to(torch.int32), local, self.max_entries(ratio))
 
@@ -155,17 +152,17 @@ class CompressedMetadata:
         per_block = self.plan.entries_per_block(ratio) if ratio else 1
         table = self.entry_table(ratio) if ratio else self.block_table
         sizes = ratio, per_block, self.plan.config.sliding_window, self.plan.ring_rows
-        call = VisibleTokens(self.positions[tokens], self.request[tokens], self.states, table, *sizes, owner)
-        if self.states_in_rings is not None and num_rings > 1:
-            return visible_in_rings(call._replace(states=self.states_in_rings[:num_rings]))
+        call = VisibleTokens(self.positions[tokens], self.request[tokens], self.states[0], table, *sizes, owner)
+        if num_rings > 1:
+            return visible_in_rings(call._replace(states=self.states[:num_rings]))
         rows, num = visible_rows(call)
         return rows[None], num[None]
 
-    def new_selection(self, num_decode_tokens: int, num_rings: int) -> tuple[SelectedTokens, RingWindows | None]:
+    def new_selection(self, num_decode_tokens: int) -> tuple[SelectedTokens, RingWindows | None]:
         """Return memory for the entries that layers with an indexer select, whose slots begin with the decodes' windows
         in the first ring, and their windows in all rings; None for one ring.
         """
-        topk = self.plan.config.indexer.topk
+        topk, num_rings = self.plan.config.indexer.topk, len(self.states)
         windows, num_windows = self.visible_rows(slice(0, num_decode_tokens), 0, self.owner, num_rings)
         num_tokens, width = len(self.positions), windows.shape[2]
         slots = windows.new_empty(num_tokens, width + topk)
@@ -204,10 +201,6 @@ def with_angles(
     decodes = slice(0, num_decodes)
     selecting = {kind.ratio for kind in kinds if selects(compressed, kind)}
     seen = {kind.ratio for kind in kinds if num_decodes and not selects(compressed, kind)}
-    num_rings = 1 + max(config.rings)
-    if num_rings > 1:
-        states = ring_states(compressed.states, num_rings, compressed.plan.num_states)
-        compressed = replace(compressed, states_in_rings=states)
     ratios = {kind.ratio: None for kind in kinds if kind.ratio}
     angles, entries = {False: rotary(positions, False)}, {}
     if ratios:
@@ -217,7 +210,7 @@ def with_angles(
             is_asked = ratio in selecting or compressed.context is not None
             visible = compressed.visible_entries(ratio) if is_asked else None
             entries[ratio] = Entries(cos_sin, compressed.entry_table(ratio), visible)
-    selection, windows = compressed.new_selection(num_decodes, num_rings) if selecting else (None, None)
+    selection, windows = compressed.new_selection(num_decodes) if selecting else (None, None)
     return step.sharing(
         replace(
             compressed,

@@ -67,7 +67,7 @@ class PoolIndexer(Indexer):
         is_fp8 = dcp.index_cache_dtype == "fp8"
         q, weights = rope_index_queries(q, weights, IndexRotation(None, False, dcp.index_hadamard), is_fp8)
         self.selector.select(q, weights, cache.index_keys, pools.visible, sparse.block_table, pools.selection)
-        layout = SlotLayout(sparse.block_table, sparse.request, dcp.block_size, pools.owner)
+        layout = SlotLayout(sparse.block_table, sparse.request, dcp.block_size, pools.entries.owner)
         expand_pools(pools.selection.positions, sparse.seq_lens, config.pool_size, layout, sparse.selection)
 
     def load_weights(self, weights: Mapping[str, Weight]) -> None:

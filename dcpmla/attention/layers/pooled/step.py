@@ -8,7 +8,6 @@ from dcpmla.attention.select.entries import EntryLayout, PoolUpdate, pool_update
 from dcpmla.attention.select.step import SelectedTokens, SparseMetadata, with_selection
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.indexer_config import IndexerConfig
-from dcpmla.ownership import Owner
 
 
 @dataclass(frozen=True)
@@ -16,23 +15,16 @@ class PoolMetadata:
     """The pools of a step's tokens.
 
     Attributes:
-        owner: This rank, as the owner of pools.
-        per_block: Pools of a block on one rank.
+        entries: Layout of the pools' keys in the index cache.
         parts: Parts that are added to the sums, in order.
         visible: Whole pools that each token may select from, as if they were tokens.
         selection: Memory for the selected pools; None where no token has more pools before it than are selected.
     """
 
-    owner: Owner
-    per_block: int
+    entries: EntryLayout
     parts: tuple[PoolUpdate, ...]
     visible: SparseMetadata
     selection: SelectedTokens | None
-
-    @property
-    def entries(self) -> EntryLayout:
-        """Return the layout of the pools' keys in the index cache."""
-        return EntryLayout(None, self.visible.block_table, self.per_block, self.owner)
 
 
 def with_pools(step: StepMetadata, indexer: IndexerConfig) -> StepMetadata:
@@ -45,20 +37,13 @@ def with_pools(step: StepMetadata, indexer: IndexerConfig) -> StepMetadata:
     row = torch.arange(step.num_tokens, device=layout.device) - table.row_start[tokens.request]
     positions = tokens.positions.where(row < (table.end - table.begin)[tokens.request], -1)
     counts = tokens.seq_lens // indexer.pool_size
-    visible = SparseMetadata(
-        table.block_table,
-        tokens.request,
-        counts,
-        layout.owner.local_seq_lens(counts),
-        step.max_seq_len // indexer.pool_size,
-    )
+    lens = counts, layout.owner.local_seq_lens(counts), step.max_seq_len // indexer.pool_size
     selects = step.max_seq_len > indexer.topk
     return step.sharing(
         PoolMetadata(
-            owner=layout.owner,
-            per_block=layout.dcp.block_size // indexer.pool_size,
+            entries=EntryLayout(None, table.block_table, layout.dcp.block_size // indexer.pool_size, layout.owner),
             parts=pool_updates(step, positions),
-            visible=visible,
+            visible=SparseMetadata(table.block_table, tokens.request, *lens),
             selection=SelectedTokens.empty(step.num_tokens, indexer.num_pools, layout.device) if selects else None,
         )
     )
