@@ -139,7 +139,7 @@ class CompressedStack(Stack):
         assert metadata.decode is not None
         listed, q = self._listed(metadata), self.group_q if self.kind.ratio else self.q
         for cache in self.cache:
-            sizes, workspace = (self.config.scale, self.config.head_dim), metadata.decode.workspace
+            sizes, workspace = (self.config.softmax_scale, self.config.head_dim), metadata.decode.workspace
             mla_decode(DecodeCall(q, None, cache.latents, *listed, *sizes, workspace=workspace))
 
     def finish(self, index: int = 0) -> None:

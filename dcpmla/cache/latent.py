@@ -6,6 +6,7 @@ Rows and keys are sharded over the DCP ranks. A state has the heads of its TP ra
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Self
 
 import torch
@@ -78,7 +79,7 @@ class LatentPlan(CachePlan):
         """Positions that a block id covers, over all ranks."""
         return self.block_size * self.dcp_size
 
-    @property
+    @cached_property
     def layer_tensors(self) -> list[LayerTensors]:
         layers = list[LayerTensors]()
         for layer in self.layers:

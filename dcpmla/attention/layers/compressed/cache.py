@@ -94,7 +94,7 @@ class CompressedPlan(CachePlan):
         shape = self.num_copies, self.config.num_halves(kind), NUM_SUMS, width
         return StateMemory("sums of entries", shape, torch.float32)
 
-    @property
+    @cached_property
     def layer_tensors(self) -> list[LayerTensors]:
         """Return the memory of each layer: rows and index keys, and sums of entries, then of index keys."""
         sources = {layer: first for first, group in self.config.row_groups.items() for layer in group}

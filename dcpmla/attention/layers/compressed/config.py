@@ -130,7 +130,7 @@ class CompressedConfig:
                 )
 
     @property
-    def scale(self) -> float:
+    def softmax_scale(self) -> float:
         """Factor of the attention scores."""
         return self.head_dim**-0.5
 

@@ -272,7 +272,7 @@ class CompressedAttention(CompressedWeights):
         else:
             slots, num_slots = compressed.decode_slots(selection, len(q), self.ring), selection.num_slots[: len(q)]
         q = q if self.q_is_replicated else self.exchange.gather_heads(q)
-        call = DecodeCall(q, None, cache.latents, slots, num_slots, self.config.scale, self.config.head_dim)
+        call = DecodeCall(q, None, cache.latents, slots, num_slots, self.config.softmax_scale, self.config.head_dim)
         call = call._replace(workspace=decode.workspace, backend=self.dcp.attention_backend)
         return dcp_mla_decode(call, self.exchange)
 

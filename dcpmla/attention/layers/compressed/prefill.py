@@ -257,5 +257,5 @@ class _Prefill:
     def _call(self, tokens: slice, cache: Tensor, rows: Tensor, num: Tensor) -> DecodeCall:
         """Return the call of attention to the first num [n] of rows [n, N] of a cache."""
         assert self.step.context is not None
-        call = DecodeCall(self.q[tokens], None, cache, rows, num, self.step.plan.config.scale, self.q.shape[-1])
+        call = DecodeCall(self.q[tokens], None, cache, rows, num, self.step.plan.config.softmax_scale, self.q.shape[-1])
         return call._replace(workspace=self.step.context.workspace, backend=self.dcp.attention_backend)
