@@ -292,10 +292,10 @@ class StepGraph:
         size = self.decode_size(num_reqs, longest)
         if size is None:
             largest = {width: sizes[-1].num_tokens // width for width, sizes in self._decode_sizes.items()}
-            limits = " or ".join(f"{width} tokens each of 1 to {num}" for width, num in largest.items())
+            limits = " or ".join(f"1 to {num} requests of {width}" for width, num in largest.items())
             raise ValueError(
-                f"the step has {num_reqs} requests of at most {longest} tokens each; the decode graph is for {limits} "
-                f"requests (max_num_seqs)"
+                f"the step has {num_reqs} requests of at most {longest} tokens; the graph of decodes is for {limits} "
+                f"(max_num_seqs)"
             )
         return size, requests._replace(num_decodes=num_reqs)
 

@@ -186,13 +186,7 @@ def test_operators_run_the_kernels() -> None:
     """Compare the operators on a GPU, into one result and apart, at DeepSeek's sizes; then replayed in a graph."""
     for quant in KINDS:
         scale = None if quant.scale is None else quant.scale.cuda()
-        on_gpu = OutputQuant(
-            kind=quant.format,
-            scale=scale,
-            group_size=quant.group_size,
-            scale_layout=quant.scale_layout,
-            ue8m0=quant.ue8m0,
-        )
+        on_gpu = quant._replace(scale=scale)
         parts, w_uv = parts_case(torch.bfloat16, 130, 16, 512, 128)
         moved, w_uv = [move(part, "cuda") for part in parts], move(w_uv, "cuda")
         got = written(moved, w_uv, on_gpu)

@@ -184,7 +184,7 @@ def check_input_scales(directory: Path) -> None:
         layer.o_proj.takes_quantized = True
         quant = quant_for(layer.o_proj, 128)
         assert quant is not None
-        assert (quant.kind, quant.scale) == ("fp8", layer.o_proj.input_scale)
+        assert (quant.format, quant.scale) == ("fp8", layer.o_proj.input_scale)
         assert torch.equal(layer.o_proj.input_scale, torch.tensor([0.5 + number]))
 
 

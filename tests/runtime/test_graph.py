@@ -155,9 +155,9 @@ def test_hidden_rows_are_padded_with_zeros() -> None:
 REFUSED = {
     "two tokens": (
         requests_of([2, 2], [2, 2]),
-        "2 requests of at most 2 tokens each; the decode graph is for 1 tokens each of 1 to 6 requests",
+        "2 requests of at most 2 tokens; the graph of decodes is for 1 to 6 requests of 1",
     ),
-    "too many": (requests_of([1] * 7), r"has 7 requests .* for 1 tokens each of 1 to 6 requests \(max_num_seqs\)"),
+    "too many": (requests_of([1] * 7), r"has 7 requests .* for 1 to 6 requests of 1 \(max_num_seqs\)"),
     "none": (requests_of([]), "has 0 requests"),
     "too long": (
         StepRequests([1], [MAX_MODEL_LEN + 1], [[*range(6)]]),
