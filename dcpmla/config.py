@@ -187,7 +187,8 @@ class DCPConfig:
     """How the latent cache is spread over the ranks of a TP group. Options that vLLM has, too, have vLLM's names.
 
     Attributes:
-        cp_kv_cache_interleave_size: I, number of consecutive tokens on one rank before the next rank's.
+        cp_kv_cache_interleave_size: I, number of consecutive tokens on one rank before the next rank's. Commands take
+            64 by default for deterministic layouts of several ranks.
         dcp_comm_backend: "ag_rs" (all-gather, then reduce-scatter), "a2a" (all-to-all), "direct" (stores over NVLink),
             or "auto" to choose.
         exchange_timeout: Seconds that `direct` waits on the device for rows of another rank.

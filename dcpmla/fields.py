@@ -14,10 +14,15 @@ _SHOWN = 80  # characters of a value in a message
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule for a field's value: in words for the message, and as a test that takes a value of any type."""
+    """A rule for a field's value: in words for the message, and as a test that takes a value of any type.
+
+    Attributes:
+        choices: All values that it allows, if these are some texts.
+    """
 
     words: str
     holds: Callable[[object], bool]
+    choices: tuple[str, ...] = ()
 
 
 def whole(low: int, high: int | None = None) -> Rule:
@@ -47,7 +52,8 @@ def number(low: float, high: float | None = None, *, above: bool = False) -> Rul
 
 def one_of(choices: Sequence[str]) -> Rule:
     """Return the rule of some texts."""
-    return Rule(f"one of {', '.join(choices)}", lambda value: isinstance(value, str) and value in choices)
+    words = f"one of {', '.join(choices)}"
+    return Rule(words, lambda value: isinstance(value, str) and value in choices, tuple(choices))
 
 
 def only(value: object) -> Rule:
