@@ -5,15 +5,17 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from dcpmla.bench.results import dtype_name
 from dcpmla.cache.formats import format_name
 from dcpmla.cli.engine_arguments import add_engine_arguments
+from dcpmla.cli.field_options import add_fields
 from dcpmla.cli.options import build_engine, dcp_config, positive, seed, start, token_ids
 from dcpmla.cli.output import OutputLines, check_writable, is_same_path, open_output_lines, write_arrays, write_json
-from dcpmla.cli.prompts import Prompt, prompts_from_file, prompts_from_options
+from dcpmla.cli.prompts import SAMPLING_OPTIONS, Prompt, prompts_from_file, prompts_from_options
 from dcpmla.comm.select import ChosenExchange
 from dcpmla.integrations.open_model import ModelFiles, check_layout, open_model
 from dcpmla.job.bootstrap import agree
@@ -22,6 +24,7 @@ from dcpmla.llm import run_with_bar
 from dcpmla.parallel.collectives import broadcast_value
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.request import Request
+from dcpmla.runtime.sampling import SamplingParams
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,13 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt-file", type=Path, metavar="IN.jsonl", help=prompts)
     outputs = "a line for each prompt of --prompt-file; a rerun adds the missing ones"
     add("--output-file", type=Path, metavar="OUT.jsonl", help=outputs)
-    add("--max-new-tokens", type=positive, default=16, metavar="K", help="most new tokens, 16 where not given")
-    add("--temperature", type=float, default=0.0, help="0: greedy")
-    add("--top-p", type=float, default=1.0, help="draw from the best tokens that have this probability together")
-    add("--top-k", type=int, default=0, help="draw from this many best tokens; 0: all")
-    add("--seed", type=seed, default=0, help="of sampled tokens; 0 where not given")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end an answer before this text; repeatable")
-    add("--stop-token-ids", type=token_ids, default=[], metavar="5,6,7", help="end an answer at one of these tokens")
+    changes: dict[str, dict[str, Any]] = {
+        "max_new_tokens": {"type": positive, "metavar": "K"},
+        "seed": {"type": seed, "metavar": "N"},
+        "stop": {"action": "append", "default": [], "metavar": "TEXT"},
+        "stop_token_ids": {"type": token_ids, "default": [], "metavar": "5,6,7"},
+    }
+    add_fields(parser, SamplingParams, "choice of tokens", SAMPLING_OPTIONS, changes=changes)
     add("--json", type=Path, metavar="OUT.json", help="write tokens, texts and measurements")
     add("--logits", type=Path, metavar="OUT.npz", help="write the logits each token was chosen from")
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dcpmla.integrations.open_model import ModelFiles
 
 # Fields of SamplingParams that have an option.
-_OPTIONS = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids")
+SAMPLING_OPTIONS = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids")
 
 
 @dataclass(frozen=True)
@@ -142,4 +142,4 @@ def _tokenize(prompt: str, files: "ModelFiles") -> list[int]:
 
 def _defaults(args: argparse.Namespace, index: int) -> SamplingParams:
     """Make the params that the options ask of the prompt with an index."""
-    return SamplingParams(**{name: getattr(args, name) for name in _OPTIONS}).for_prompt(index)
+    return SamplingParams(**{name: getattr(args, name) for name in SAMPLING_OPTIONS}).for_prompt(index)
