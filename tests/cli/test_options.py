@@ -1,8 +1,16 @@
-"""What the commands that run a model print of its CUDA graphs."""
+"""Options that are fields of dataclasses, and what the commands that run a model print of its CUDA graphs."""
+
+import argparse
+from dataclasses import fields
 
 import pytest
 
+from dcpmla.cli.engine_arguments import add_engine_arguments
+from dcpmla.cli.field_options import texts_of
 from dcpmla.cli.options import graph_lines
+from dcpmla.config import DCPConfig
+from dcpmla.integrations.engine_options import EngineOptions
+from dcpmla.runtime.sampling import SamplingParams
 from tests.support.hash_model import HashDrafter, make_engine
 
 
@@ -29,3 +37,30 @@ def test_lines_of_graphs(with_drafts: bool, mixed: bool, lines: list[str]) -> No
 
 def test_no_graphs_no_lines() -> None:
     assert graph_lines(None, None) == []
+
+
+def test_options_are_the_fields_of_layouts_and_engines() -> None:
+    """Each with its default, and in the help with its text."""
+    parser = argparse.ArgumentParser()
+    add_engine_arguments(parser)
+    args = vars(parser.parse_args(["--model", "m"]))
+    actions = {action.dest: action for action in parser._actions}
+    apart = {"tensor_parallel_size", "decode_context_parallel_size", "context_workspace_tokens"}
+    for kind in (DCPConfig, EngineOptions):
+        for field in fields(kind):
+            if field.name not in apart:
+                default = None if field.name == "cp_kv_cache_interleave_size" else field.default
+                assert args[field.name] == default
+                assert len(actions[field.name].help or "") > 20
+    assert "Default: 8192." in str(actions["max_num_batched_tokens"].help)
+    assert actions["kv_cache_dtype"].choices == ("auto", "bf16", "fp8", "fp8_ds_mla", "fp8_e4m3")
+    given = parser.parse_args(["--model", "m", "--no-enable-prefix-caching", "--dcp-check-exchange"])
+    assert (given.enable_prefix_caching, given.check_exchange) == (False, True)
+
+
+def test_texts_of_fields_are_read_from_docstrings() -> None:
+    texts = texts_of(DCPConfig)
+    assert texts["exchange_timeout"] == "Seconds that `direct` waits on the device for rows of another rank."
+    assert texts["attention_backend"] == texts["prefill_backend"]
+    assert {field.name for field in fields(SamplingParams)} == texts_of(SamplingParams).keys()
+    assert {field.name for field in fields(EngineOptions)} == texts_of(EngineOptions).keys()
