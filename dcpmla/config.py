@@ -187,8 +187,7 @@ class DCPConfig:
     """How the latent cache is spread over the ranks of a TP group. Options that vLLM has, too, have vLLM's names.
 
     Attributes:
-        cp_kv_cache_interleave_size: I, number of consecutive tokens on one rank before the next rank's. Commands take
-            64 by default for deterministic layouts of several ranks.
+        cp_kv_cache_interleave_size: I, consecutive tokens on one rank; --deterministic over several ranks makes it 64.
         dcp_comm_backend: "ag_rs" (all-gather, then reduce-scatter), "a2a" (all-to-all), "direct" (stores over NVLink),
             or "auto" to choose.
         exchange_timeout: Seconds that `direct` waits on the device for rows of another rank.
