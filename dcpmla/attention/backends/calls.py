@@ -71,7 +71,7 @@ class DecodeCall(NamedTuple):
         dtype: Dtype of the output; None takes q's. Required where q is e4m3.
         num_tile_lanes: Number of lanes of tiles in this rank's cache (`ownership.NUM_TILE_LANES`): deterministic
             attention, whose output is float32. None for any order of sums, and an output in `dtype`.
-        backend: Name of a backend; "auto" takes the first of `backends.DECODE_BACKENDS` that can run the call.
+        backend: Name of a backend; "auto" takes the first of `choice.DECODE_BACKENDS` that can run the call.
     """
 
     q: Tensor

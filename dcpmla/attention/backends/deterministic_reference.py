@@ -99,7 +99,7 @@ def decode_deterministic(call: DecodeCall, table: Tensor, tokens: slice) -> tupl
 
     Args:
         call: Call with num_tile_lanes.
-        table: Block ids of the request of each of these tokens [N, max_blocks], int32.
+        table: Block ids of each token's request [N, max_blocks], int32.
     """
     num_tile_lanes, dtype = call.num_tile_lanes, call.out_dtype
     assert num_tile_lanes is not None

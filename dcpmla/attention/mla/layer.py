@@ -153,7 +153,7 @@ class MLAAttention(AttentionWeights):
         step.run_outside_graph(self._write_output, hidden_states, q_c, latents, mha, cache, output)
 
     def view(self, step: StepMetadata) -> StepMetadata:
-        """Return a step as this layer sees it: with its own angles, contexts and selection where layers differ."""
+        """Return the step with this layer's angles, contexts and selection; layers that differ override it."""
         return step
 
     def latents_of(self, hidden_states: PlainRows, kv_cache: Tensor, step: StepMetadata) -> tuple[PlainRows, Tensor]:

@@ -54,7 +54,7 @@ def dcp_mla_prefill(
         selected_positions: Positions of the tokens that each token selected [T, topk] int32
             (`SelectedTokens.positions`), none after its own; None if each token attends to all up to itself.
         kv: Keys' nope part and values of the new tokens [T, h (P + V)], if they are projected already.
-        backend: Name of a backend; "auto" takes the first of `backends.PREFILL_BACKENDS` that supports the call.
+        backend: Name of a backend; "auto" takes the first of `choice.PREFILL_BACKENDS` that supports the call.
     Returns:
         out [T, h, V] in the dtype of q, lse [T, h] float32.
     Raises:

@@ -77,13 +77,13 @@ class Pooling(NamedTuple):
 
 def pool_updates(step: StepMetadata, positions: Tensor) -> tuple[PoolUpdate, ...]:
     """Return the parts of a step: one if no token may be rejected. Otherwise each of a decode's last num_sums tokens
-    ends a part, because a later step may continue after each of these tokens. Prefills are in the first part.
+    ends a part, because a later step may continue after any of them. Prefills are in the first part.
 
     A request has num_sums copies of its sums: one, and one for each draft that may be rejected.
 
     Args:
         step: Step over a cache with sums.
-        positions: Positions [T] int64 of the step's tokens; -1 for those that are in no entry.
+        positions: Position of each token [T], int64; -1 for a token outside all entries.
     """
     decode, num_sums = step.decode, step.layout.traits.plan.num_copies
     tokens, first, end, states = (positions, step.tokens.request), step.table.begin, step.table.end, step.table.states

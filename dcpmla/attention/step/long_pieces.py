@@ -34,7 +34,7 @@ class PieceSizes(NamedTuple):
 
     @property
     def columns(self) -> list[slice]:
-        """Return the words of each column, all of them empty where no request may attend in chunks."""
+        """Return the words of each column; all columns are empty if no request may attend in chunks."""
         num = self.num_pieces
         num_chunks = self.num_tokens // CHUNK + num  # each piece has at most one chunk that is not full
         lengths = self.num_reqs, num + 1, num, num, num, 2 * num_chunks, num + 1

@@ -104,7 +104,7 @@ class CompressedPlan(CachePlan):
         ]
 
     def _own_tensors(self, kind: LayerKind) -> LayerTensors:
-        """Return the memory of a layer that writes what it reads."""
+        """Return the memory of a layer with rows of its own."""
         config, states = self.config, list[StateMemory]()
         fields: dict[str, Described] = {"latents": (self.rows_shape(kind.ratio), self.dtype)}
         if kind.ratio:
