@@ -15,6 +15,7 @@ from torch import Tensor
 from dcpmla.attention.output import ops as output_ops
 from dcpmla.attention.output import rows as rows_module
 from dcpmla.attention.output.formats import OutputQuant, TargetRows
+from dcpmla.attention.output.gates import apply_gates
 from dcpmla.attention.output.rows import OutputRows
 from dcpmla.attention.projection_calls import ValueProjection
 from dcpmla.attention.projections import project_values
@@ -271,3 +272,21 @@ def test_kernels_compile_for_hopper(group: int, ue8m0: bool, tiles: tuple[int, .
         assert ("wgmma" in compiled.asm["ptx"]) == (tiling.tokens >= 64)
         assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
         assert compiled.metadata.shared <= 232_448
+
+
+@pytest.mark.parametrize("quant", KINDS, ids=lambda quant: f"{quant.format}-{quant.group}-{quant.scale_layout}")
+def test_rows_with_gates_are_quantized_after_them(quant: OutputQuant) -> None:
+    """In every format, whether parts bring the gates' logits or `rows` takes them; padding is zeros."""
+    parts, w_uv = parts_case(torch.float32, 5, 2, 24, 128)
+    values = project_values(ValueProjection(parts[0], w_uv))
+    logits = torch.randn(len(values), values.shape[1], generator=torch.Generator().manual_seed(3))
+    gated = apply_gates(values, logits)
+    assert isinstance(gated, Tensor)
+    wanted = unfused(torch.cat([gated, torch.zeros_like(gated[:2])]), quant)
+    padded = torch.cat([logits, torch.zeros_like(logits[:2])])
+    for of_parts in (True, False):
+        rows = OutputRows(len(values) + 2, w_uv, torch.float32, quant, has_gates=True)
+        rows.project(parts[0], None, logits.unflatten(1, (2, -1)) if of_parts else None)
+        rows.pad()
+        got = rows.rows(None if of_parts else padded)
+        assert all(torch.equal(codes(mine), codes(theirs)) for mine, theirs in zip(got, wanted, strict=True))

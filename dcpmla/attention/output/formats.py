@@ -189,14 +189,14 @@ def check_projection(call: ValueProjection, group: int) -> None:
         raise ValueError(
             f"out has shape {tuple(out.shape)}, w_uv {tuple(w_uv.shape)}; expected [T, h, L] and [h, V, L]"
         )
-    check_heads(w_uv, out.dtype, group)
+    check_heads(w_uv.shape[1], out.dtype, group)
 
 
-def check_heads(w_uv: Tensor, dtype: torch.dtype, group: int) -> None:
-    """Raise ValueError unless values in dtype, of heads of w_uv's [h, V, L], can be quantized in such groups."""
+def check_heads(num_rows: int, dtype: torch.dtype, group: int) -> None:
+    """Raise ValueError unless values in dtype can be quantized, heads of num_rows rows of w_uv in whole groups."""
     if dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype}; outputs of bfloat16, float16 and float32 can be quantized")
-    if w_uv.shape[1] % group:
+    if num_rows % group:
         raise ValueError(
-            f"w_uv has {w_uv.shape[1]} rows for a head; groups of {group} must divide them, so that none crosses heads"
+            f"w_uv has {num_rows} rows for a head; groups of {group} must divide them, so that none crosses heads"
         )

@@ -66,7 +66,7 @@ class OutputRows:
         self._gates: Tensor | None = None
         if quant is not None:
             quant.checked(self._w_uv.device)
-            check_heads(self._w_uv.view(1, self._width, -1) if has_gates else self._w_uv, dtype, quant.group)
+            check_heads(self._width if has_gates else self._w_uv.shape[1], dtype, quant.group)
             if not has_gates:
                 self._rows = quant.empty(num_rows, self._width, self._w_uv.device)
 
