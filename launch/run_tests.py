@@ -2,6 +2,7 @@
 
 python launch/run_tests.py gpu_2 --record            runs a part and writes it into launch/tested_gpus.json
 python launch/run_tests.py gpu --part 2/3 -k topk    runs the second third, with arguments of pytest after the options
+python launch/run_tests.py gpu --again               runs again what failed in the record of the same sources
 """
 
 import argparse
@@ -72,17 +73,25 @@ def main() -> None:
     parser.add_argument("name", choices=PARTS, help="part of the tests: by the GPUs that they need, or of CPUs")
     parser.add_argument("--part", type=_fraction, default=(1, 1), metavar="K/N", help="every N-th test, from the K-th")
     parser.add_argument("--record", action="store_true", help=f"write the results into {RECORD.name}")
+    parser.add_argument("--again", action="store_true", help="record again the tests that failed in the recorded run")
     parser.add_argument("--commit", help="commit of the checkout, where git does not know it")
     args, options = parser.parse_known_args()
+    record, sources = write_support.read(RECORD), hash_sources()
+    is_recorded = args.record or args.again
+    if args.again:
+        try:
+            options += failed_before(record, args.name, sources)
+        except ValueError as error:
+            parser.error(str(error))
     with tempfile.TemporaryDirectory() as folder:
         start = time.monotonic()
-        status = run(args.name, args.part, options, Path(folder) if args.record else None)
+        status = run(args.name, args.part, options, Path(folder) if is_recorded else None)
         seconds = time.monotonic() - start
-        if args.record:
-            found = read_run(Path(folder), seconds) | {"commit": args.commit or _head(), "sources": hash_sources()}
-            record = add(write_support.read(RECORD), args.name, args.part, found)
-            RECORD.write_text(json.dumps(record, indent=1) + "\n")
-            write_support.PAGE.write_text(write_support.render(record))
+        if is_recorded:
+            found = read_run(Path(folder), seconds) | {"commit": args.commit or _head(), "sources": sources}
+            joined = add_again(record, args.name, found) if args.again else add(record, args.name, args.part, found)
+            RECORD.write_text(json.dumps(joined, indent=1) + "\n")
+            write_support.PAGE.write_text(write_support.render(joined))
     if args.name == "cpu" and (line := outdated(write_support.read(RECORD))):
         print(line)
     sys.exit(status)
@@ -157,6 +166,32 @@ def add(record: dict[str, Any], name: str, fraction: tuple[int, int], found: dic
         }
     found["fractions"] = [sorted(set(done)), total]
     return {"parts": record["parts"] | {name: found}}
+
+
+def failed_before(record: dict[str, Any], name: str, sources: str) -> list[str]:
+    """Return the tests that failed in the recorded run of a part.
+
+    Raises:
+        ValueError: None failed, or other sources ran.
+    """
+    part = record["parts"].get(name, {})
+    if part.get("sources") != sources or not part["failed"]:
+        raise ValueError(f"--again {name}: no test failed in a recorded run of these sources; run the part")
+    return sorted(set(part["failed"]))
+
+
+def add_again(record: dict[str, Any], name: str, found: dict[str, Any]) -> dict[str, Any]:
+    """Return a record in which tests that failed count as they ended when they ran again, named under "again"."""
+    before = record["parts"][name]
+    part = before | {
+        "seconds": before["seconds"] + found["seconds"],
+        "passed": before["passed"] + found["passed"],
+        "failed": found["failed"],
+        "again": sorted({*before.get("again", []), *before["failed"]}),
+        "slow": before["slow"] | found["slow"],
+        "features": _join(before["features"], found["features"]),
+    }
+    return {"parts": record["parts"] | {name: part}}
 
 
 def _join(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

@@ -95,6 +95,24 @@ def test_fractions_of_a_part_add_up() -> None:
         assert (again["passed"], again["fractions"]) == (7, [[1], part[1]])
 
 
+def test_failed_tests_run_again() -> None:
+    """They count as they end now, and the record names them; the other tests stay."""
+    record = run_tests.add({"parts": {"cpu": {}}}, "gpu", (1, 1), found_of(5, ["b", "a", "a"]))
+    assert run_tests.failed_before(record, "gpu", "s") == ["a", "b"]
+    record = run_tests.add_again(record, "gpu", found_of(1, ["b"]))
+    part = record["parts"]["gpu"]
+    assert (part["passed"], part["failed"], part["again"], part["fractions"]) == (6, ["b"], ["a", "b"], [[1], 1])
+    assert part["features"]["v3"]["tp"]["cpu"]["tests"] == ["t5", "t1"]
+    record = run_tests.add_again(record, "gpu", found_of(1, []))
+    assert (record["parts"]["gpu"]["passed"], record["parts"]["gpu"]["again"]) == (7, ["a", "b"])
+    for name, sources in (("gpu", "s"), ("cpu", "s"), ("gpu_2", "s")):
+        with pytest.raises(ValueError, match=f"--again {name}: no test failed in a recorded run of these sources"):
+            run_tests.failed_before(record, name, sources)
+    record = run_tests.add(record, "gpu", (1, 1), found_of(5, ["a"]))
+    with pytest.raises(ValueError, match="run the part"):
+        run_tests.failed_before(record, "gpu", "other")
+
+
 def test_a_line_says_that_other_sources_ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     names = ("gpu", "gpu_2", "gpu_4")
     record = {"parts": {name: {"sources": run_tests.hash_sources(), "fractions": [[1], 1]} for name in names}}

@@ -220,7 +220,7 @@ def check_refusals(directory: Path) -> None:
         assert torch.equal(graph.run(inputs, requests), expected)
     for match, arguments in {
         "inputs is torch.int32 on cuda:0; the graph takes torch.int64": (token_ids.int(), requests),
-        "requests of at most 2 tokens each": (token_ids, requests_of([3, 4, 5], [1, 1, 2])),
+        "3 requests of at most 2 tokens; the graph of decodes": (token_ids, requests_of([3, 4, 5], [1, 1, 2])),
     }.items():
         with pytest.raises(ValueError, match=match):
             graph.run(*arguments)
@@ -238,6 +238,7 @@ def test_commands_end_well(num_gpus: int, tmp_path: Path) -> None:
     """Groups whose operations a graph still holds could not be shut down."""
     save_tiny("deepseek_v3", tmp_path / "model")
     common = ["--model", tmp_path / "model", "-tp", num_gpus, "-dcp", num_gpus, "--block-size", 8, "--device", "cuda"]
+    common += ["--kv-cache-memory-bytes", 1 << 24]  # other tests use the same GPU
     prompts = ["--prompt-ids", "5,6,7", "--prompt-ids", ",".join(map(str, range(1, 60)))]
     tokens = []
     for more in ([], ["--enforce-eager"]):
