@@ -32,7 +32,7 @@ def sparse_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check_eagerly(model: Path, num_ranks: int, tolerance: float, **options: Any) -> None:
     """Check answers and selections as the tests on CPUs do; scores are of a model in bfloat16."""
-    options |= OURS | MEMORY | {"dtype": "bfloat16", "threshold": 32, "route": "mha", "block_size": 64}
+    options |= OURS | MEMORY | {"dtype": "bfloat16", "threshold": 32, "route": "mha", "block_size": 64, "longest": 150}
     program = [ROOT / "tests" / "engines" / "vllm_sparse.py", model, json.dumps(options)]
     (ended,) = run_together([(torchrun(program, num_ranks), VARIABLES)], timeout=300)
     report = json.loads(next(line for line in ended.stdout.splitlines() if line.startswith('{"warm-up"')))
