@@ -90,8 +90,8 @@ class Conversation:
         served = Served(engine.add(engine.prompt(self._context + new, salt), params))
         last = time.perf_counter()
         while served.request.finish_reason is None:
-            tokens = engine.step().tokens
-            if any(request in decodes for request, _ in tokens):
+            changed = engine.step().changed
+            if any(request in decodes for request in changed):
                 now = time.perf_counter()
                 served.gaps.append(now - last)
                 last = now

@@ -118,7 +118,7 @@ def serve(args: argparse.Namespace, llm: LLM, share: float, seed: int) -> tuple[
     ]
     times = list[float]()
     while engine.has_requests:
-        if len(engine.step().tokens) == args.num_requests:
+        if len(engine.step().changed) == args.num_requests:
             times.append(time.perf_counter())
     wrong = next((request for request in requests if len(request.token_ids) < args.output_len), None)
     if wrong is not None:

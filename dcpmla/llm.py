@@ -24,6 +24,7 @@ from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
+from dcpmla.text.stream import TextStream
 
 _BETWEEN_CALLS = 7 * 86400.0  # seconds that a caller may take between two calls; no rank waits during them
 
@@ -140,11 +141,12 @@ class LLM:
             ValueError: Same cases as `generate`.
         """
         requests = self._add(prompts, sampling_params, cache_salt)
+        streams = {request: self._text_stream(request) for request in requests}
         try:
             while self.engine.has_requests:
-                tokens = self.engine.step().tokens
+                changed = self.engine.step().changed
                 self._pause()
-                yield from tokens
+                yield from ((request, _new_text(request, streams[request])) for request in changed)
         finally:  # also runs if the caller stops early
             self._leave(requests)
 
@@ -183,6 +185,10 @@ class LLM:
             raise ValueError(f"prompt {len(requests)}: {error}") from error
         return requests
 
+    def _text_stream(self, request: Request) -> TextStream | None:
+        tokenizer = self.engine.tokenizer
+        return None if tokenizer is None else TextStream.of(tokenizer, request.params, request.prompt_token_ids)
+
     def _leave(self, requests: Sequence[Request]) -> None:
         for request in requests:
             self.engine.abort(request)
@@ -190,6 +196,14 @@ class LLM:
 
     def _pause(self) -> None:
         self._job.watchdog.enter("the program that calls LLM", _BETWEEN_CALLS)
+
+
+def _new_text(request: Request, stream: TextStream | None) -> str:
+    """Return the text that a request's tokens since the last call complete."""
+    if stream is None:
+        return ""
+    tokens = request.token_ids[stream.num_tokens :]
+    return stream.end(tokens, request.has_stop_token) if request.finish_reason else stream.push(tokens)
 
 
 def build_engine(

@@ -14,7 +14,7 @@ from dcpmla.hf_quantization import expert_codes, has_mxfp8
 from dcpmla.integrations.families.table import attention_of
 from dcpmla.integrations.model_files import find_commit, find_model, load_config
 from dcpmla.integrations.tokenizer import load_tokenizer
-from dcpmla.runtime.text import Tokenizer
+from dcpmla.text.token_bytes import Tokenizer
 
 _logger = logging.getLogger(__name__)
 _FORMATS = {"int4": "int4", "fp4": "MXFP4", None: "MXFP8"}  # Keys are codes of experts.

@@ -14,7 +14,8 @@ from dcpmla.runtime.request import Prompt, Request
 from dcpmla.runtime.runner import Model
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.scheduler import Scheduler
-from dcpmla.runtime.text import TextStream, Tokenizer
+from dcpmla.runtime.stops import StopStrings
+from dcpmla.text.token_bytes import Tokenizer
 
 _NOW = -math.inf  # arrival time of a request that arrives at the next step
 _arrival_time = attrgetter("arrival_time")
@@ -37,10 +38,11 @@ class Admission:
     Args:
         scheduler: Scheduler over the cache's blocks.
         max_model_len: Longest sequence, prompt and new tokens.
-        tokenizer: Tokenizer of prompts, new tokens and stop strings; None serves token ids only.
+        tokenizer: Tokenizer of prompts, texts and stop strings; None serves token ids only.
         is_first: Whether this is the first rank, which compiles grammars.
     Attributes:
         handoffs: Transfers with other jobs; None without.
+        stops: Search for stop strings; None where a front searches, which is in another process (`Engine.stop`).
         has_forms: Whether the tokens of requests have forms (`Request.has_forms`).
     Raises:
         ValueError: max_model_len is below 2.
@@ -54,6 +56,7 @@ class Admission:
         self.max_model_len, self.tokenizer = max_model_len, tokenizer
         self.grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids, is_first)
         self.handoffs: Handoffs | None = None
+        self.stops = None if tokenizer is None else StopStrings(tokenizer)
         self.has_forms = False
         self.now = 0.0  # seconds on this rank's clock when the last step ended
         self._coming: list[Request] = []  # not yet due, by arrival time, then in the order of `add`
@@ -116,8 +119,7 @@ class Admission:
         if params.grammar is not None:
             self.grammars.check()
         if handoff:
-            params = replace(params, max_new_tokens=1, min_tokens=min(1, params.min_tokens))
-        text_stream = None if self.tokenizer is None else TextStream.of(self.tokenizer, params, token_ids)
+            params = replace(params, max_new_tokens=1, min_tokens=min(1, params.min_tokens), stop=())
         request = Request(
             prompt_token_ids=token_ids,
             params=params.at_most(self.max_model_len - len(token_ids)),
@@ -128,7 +130,8 @@ class Admission:
             has_forms=self.has_forms,
             keep_logits=keep_logits,
             keep_logprobs=keep_logprobs,
-            text_stream=text_stream,
+            tokenizer=self.tokenizer,
+            num_seen_tokens=0 if params.stop and self.stops is None else None,
         )
         self.scheduler.check_fits(request)
         if handoff or source is not None:
@@ -153,8 +156,7 @@ class Admission:
         if request.finish_reason:
             return
         self.withdraw(request)
-        request.end("abort")
-        request.finish_time = self.now
+        request.finish_reason, request.finish_time = "abort", self.now
 
     def withdraw(self, request: Request) -> None:
         """Forget a request, whatever it waits for, and free its blocks."""

@@ -20,7 +20,7 @@ from dcpmla.runtime.runner import Model, StepRunner, reads_between_graphs
 from dcpmla.runtime.scheduler import Scheduler
 from dcpmla.runtime.speculation import Speculation
 from dcpmla.runtime.stats import Stats
-from dcpmla.runtime.text import Tokenizer
+from dcpmla.text.token_bytes import Tokenizer
 from dcpmla.transfer.incoming import Incoming
 from dcpmla.transfer.outgoing import Outgoing
 

@@ -225,14 +225,13 @@ class StepEvents(NamedTuple):
     """The outcome of a call of `Engine.step`.
 
     Attributes:
-        tokens: Requests with new tokens, in the order of the batch, and the text that became certain with them, maybe
-            empty. A request that failed is among them.
+        changed: Requests with new tokens, in the order of the batch. A request that failed is among them.
         finished: Requests that ended, by themselves or with an error.
         news: News that all ranks now have (`Engine.post`), to apply before the next step.
         wanted: Requests that were admitted for another job to prefill (`Handoffs.pull`).
     """
 
-    tokens: list[tuple[Request, str]]
+    changed: list[Request]
     finished: list[Request]
     news: News = News()
     wanted: Sequence[Request] = ()

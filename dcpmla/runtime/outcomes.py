@@ -18,7 +18,7 @@ from dcpmla.runtime.runner import Model
 from dcpmla.runtime.scheduler import Scheduler
 from dcpmla.runtime.speculation import Speculation
 from dcpmla.runtime.stats import Stats
-from dcpmla.runtime.text import Tokenizer
+from dcpmla.text.token_bytes import Tokenizer
 
 
 class Outcomes(Admission):
@@ -52,14 +52,14 @@ class Outcomes(Admission):
         self._last_end = 0.0  # `time.perf_counter` when tokens were last taken
         # Since the last events:
         self._heard = News()
-        self._tokens: list[tuple[Request, str]] = []
+        self._changed: list[Request] = []
         self._finished: list[Request] = []
 
     def take_events(self) -> StepEvents:
         """Return what has happened since the last call."""
         requests = [] if self.handoffs is None else self.handoffs.wanted
-        events = StepEvents([*self._tokens], [*self._finished], self._heard, tuple(requests))
-        for taken in (self._tokens, self._finished, requests):
+        events = StepEvents([*self._changed], [*self._finished], self._heard, tuple(requests))
+        for taken in (self._changed, self._finished, requests):
             taken.clear()
         self._heard = News()
         return events
@@ -79,12 +79,24 @@ class Outcomes(Admission):
             request.logprobs.append(logprobs)
         self._append(request, [token_id])
 
+    def stop(self, request: Request, num_tokens: int) -> None:
+        """End a request at a stop string, which a front has found to end with its new token number num_tokens. Tokens
+        after that one are dropped. All ranks make the same call.
+        """
+        if request.finish_reason:  # by a later token, whose report the front does not read
+            return
+        self.stats.num_new_tokens -= len(request.token_ids) - num_tokens
+        request.num_seen_tokens = num_tokens
+        request.cut(num_tokens)
+        self._remember(request)
+        self._finish(request)
+
     def cache_use(self) -> float:
         """Return the part of the cache's blocks that running requests hold, in [0, 1]."""
         return 1 - self.allocator.num_free / self.allocator.num_blocks
 
     def collect(self, step: InFlightStep) -> None:
-        """Wait for a step, and take its tokens, each with the text that became certain."""
+        """Wait for a step, and take its tokens."""
         words = step.wait()
         self.model.check()
         agreed = step.message.read(words)
@@ -109,28 +121,33 @@ class Outcomes(Admission):
         self._last_end = ended
 
     def _append(self, request: Request, tokens: Sequence[int], logits: Tensor | None = None) -> None:
-        """Append a request's tokens with the text that becomes certain, and finish it at one that ends it.
+        """Append a request's tokens, and finish it at one that ends it.
 
         Args:
             logits: Logits of the tokens [n, vocab], if the request keeps them.
         """
-        text = ""
         request.first_token_time = self.now if request.first_token_time is None else request.first_token_time
         for index, token_id in enumerate(tokens):
             if token_id < 0:
                 request.error = failure(token_id, request, self.grammars, self.model.dtype)
-                request.end("error")
+                request.finish_reason = "error"
             else:
                 if logits is not None:
                     request.logits.append(logits[index])
-                text += request.append(token_id, self.model.eos_token_ids)
+                request.append(token_id, self.model.eos_token_ids)
                 self.stats.num_new_tokens += 1
+                if request.params.stop and self._is_stopped(request):
+                    request.cut(len(request.token_ids))
             if request.finish_reason:
                 self._finish(request)
                 break
         else:
             self._remember(request)  # these tokens may complete a block that the step in flight fills
-        self._tokens.append((request, text))
+        self._changed.append(request)
+
+    def _is_stopped(self, request: Request) -> bool:
+        """Return whether a stop string ends with the last token, which does not end the request by itself."""
+        return self.stops is not None and not request.has_stop_token and self.stops.is_complete(request)
 
     def _finish(self, request: Request) -> None:
         request.finish_time = self.now

@@ -13,8 +13,12 @@ from dcpmla.cache.blocks import block_key, salt_key
 from dcpmla.runtime.acceptance import Acceptance
 from dcpmla.runtime.loading import Arriving, Loading
 from dcpmla.runtime.sampling import SamplingParams
-from dcpmla.runtime.text import TextStream
+from dcpmla.text.stream import text_of
+from dcpmla.text.token_bytes import Tokenizer
 from dcpmla.transfer.handoff import Handoff
+
+# Tokens of a request that may wait for a front's look for stop strings, until the request waits for the front.
+MAX_UNSEEN_TOKENS = 64
 
 
 class TokenLogprobs(NamedTuple):
@@ -49,7 +53,7 @@ class Request:
             size (`DCPConfig.deterministic`). If not, the costs of each piece decide.
         keep_logits: Whether to keep the logits of its tokens.
         keep_logprobs: Whether this rank keeps log probabilities, if params ask for them.
-        text_stream: Text of the new tokens; None without a tokenizer.
+        tokenizer: Tokenizer of its text; None without one.
         token_ids: New tokens so far, including a stop token.
         logits: Logits that each new token was chosen from [vocab], float32, if they are to be kept.
         logprobs: Log probabilities of new tokens, if params ask for them.
@@ -57,6 +61,8 @@ class Request:
         finish_reason: Reason of the end: "stop" at an end-of-sequence token, a stop token or a stop string, "length" at
             max_new_tokens, "abort" by the caller, "error" if logits are not finite; None before.
         error: FloatingPointError of an end as "error".
+        has_stop_token: Whether its last token ended it: an end-of-sequence or a stop token.
+        num_seen_tokens: New tokens in which a front has looked for stop strings; None where nothing outside looks.
         state: Index of its state in a cache with states; None while it does not run.
         loading: Blocks and state on their way from host memory, until a step waits for them, or from another job; None
             without.
@@ -85,7 +91,7 @@ class Request:
     has_forms: bool = False
     keep_logits: bool = False
     keep_logprobs: bool = True
-    text_stream: TextStream | None = None
+    tokenizer: Tokenizer | None = None
 
     token_ids: list[int] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
@@ -93,6 +99,8 @@ class Request:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     error: Exception | None = None
+    has_stop_token: bool = False
+    num_seen_tokens: int | None = None
     scheduled_time: float | None = None
     first_token_time: float | None = None
     finish_time: float | None = None
@@ -151,8 +159,10 @@ class Request:
 
     @property
     def text(self) -> str:
-        """Return the text of the new tokens; empty without a tokenizer."""
-        return "" if self.text_stream is None else self.text_stream.text
+        """Return the text of the new tokens, decoded anew; empty without a tokenizer."""
+        tokens = self.prompt_token_ids, self.token_ids
+        is_over, is_stop_token = self.finish_reason is not None, self.has_stop_token
+        return text_of(self.tokenizer, self.params, *tokens, is_over=is_over, is_stop_token=is_stop_token)
 
     @property
     def is_loading(self) -> bool:
@@ -168,6 +178,18 @@ class Request:
     def num_known_tokens(self) -> int:
         """Return the number of tokens whose ids are on the host."""
         return len(self.prompt_token_ids) + len(self.token_ids)
+
+    @property
+    def num_kept_tokens(self) -> int:
+        """Return the number of known tokens that no stop string takes back."""
+        num_new = len(self.token_ids)
+        num_seen = num_new if self.num_seen_tokens is None else min(self.num_seen_tokens, num_new)
+        return len(self.prompt_token_ids) + num_seen
+
+    @property
+    def is_held(self) -> bool:
+        """Return whether it waits for a front, which has many of its tokens still to look at."""
+        return self.num_seen_tokens is not None and self.num_new_tokens - self.num_seen_tokens >= MAX_UNSEEN_TOKENS
 
     @property
     def num_new_tokens(self) -> int:
@@ -245,27 +267,20 @@ class Request:
                 new.append(block_key(previous, tokens, num_given))
         return keys[start:end] + new[max(0, start - num_prompt) : max(0, end - num_prompt)]
 
-    def append(self, token_id: int, eos_token_ids: frozenset[int]) -> str:
-        """Append a sampled token, finish if it ends the request, and return the text that became certain."""
+    def append(self, token_id: int, eos_token_ids: frozenset[int]) -> None:
+        """Append a sampled token, and finish if it ends the request."""
         self.token_ids.append(token_id)
-        params, piece = self.params, ""
+        params = self.params
         if token_id in params.stop_token_ids or (token_id in eos_token_ids and not params.ignore_eos):
-            self.finish_reason = "stop"
-        if self.text_stream is not None and (not self.finish_reason or params.include_stop_str_in_output):
-            piece = self.text_stream.push([token_id])
-            if self.text_stream.stopped:
-                self.finish_reason = "stop"
-        if self.finish_reason is None and len(self.token_ids) == params.max_new_tokens:
+            self.finish_reason, self.has_stop_token = "stop", True
+        elif len(self.token_ids) == params.max_new_tokens:
             self.finish_reason = "length"
-        if self.finish_reason and self.text_stream is not None:
-            piece += self.text_stream.finish()
-        return piece
 
-    def end(self, reason: str) -> None:
-        """Finish before the last token, for a reason of the caller or the engine; its text so far is kept."""
-        self.finish_reason = reason
-        if self.text_stream is not None:
-            self.text_stream.finish()
+    def cut(self, num_tokens: int) -> None:
+        """Finish at a stop string, which ends with new token number num_tokens; later ones are dropped."""
+        self.finish_reason = "stop"
+        for kept in (self.token_ids, self.logits, self.logprobs):
+            del kept[num_tokens:]
 
     def metrics(self) -> dict[str, float | None]:
         """Return seconds: queue (arrival to first step), time_to_first_token (from arrival), time_per_token (after the

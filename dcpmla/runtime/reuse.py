@@ -207,8 +207,10 @@ class PrefixReuse:
         block_tokens, blocks = self._block_tokens, request.block_ids
         if not self.is_enabled or request.num_computed_tokens // block_tokens == request.num_remembered_blocks:
             return None
-        num_known = min(request.num_computed_tokens, request.num_known_tokens)
+        num_known = min(request.num_computed_tokens, request.num_kept_tokens)
         start, end = request.num_remembered_blocks, num_known // block_tokens
+        if end < start:  # It has found blocks of tokens that a stop string may still take back.
+            return None
         for block, key in zip(blocks[start:end], request.block_keys(start, end, block_tokens), strict=True):
             self._allocator.remember(block, key)
             self._tier.remember(block, key)

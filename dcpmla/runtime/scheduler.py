@@ -96,7 +96,7 @@ class Scheduler(Queues):
         index = 0
         while index < len(self.running) and batch.budget:  # growing may shorten the list from its end
             request = self.running[index]
-            if request.is_decode and not request.is_loading and self.grow(request):
+            if request.is_decode and not (request.is_loading or request.is_held) and self.grow(request):
                 batch.add(request, 1)
             index += 1
 

@@ -5,7 +5,6 @@ import uuid
 from dataclasses import dataclass, field, replace
 
 from dcpmla.runtime.request import TokenLogprobs
-from dcpmla.runtime.text import TokenOffsets
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Output, joined
 from dcpmla.serving.prompts import Prompt, Texts
@@ -13,7 +12,6 @@ from dcpmla.serving.shown import Json, Shown, Usage
 from dcpmla.serving.slices import Each
 
 _LEAST = -9999.0
-_NUM_LAST = 256  # tokens of a prompt, more than the offsets of new ones depend on (`TokenOffsets`)
 
 
 @dataclass
@@ -35,7 +33,6 @@ class Answers:
     created: int = field(default_factory=lambda: int(time.time()))
     _begun: set[int] = field(default_factory=set)
     _outputs: dict[int, list[Output]] = field(default_factory=dict)  # of each choice of a whole answer
-    _offsets: dict[int, TokenOffsets] = field(default_factory=dict)
     _lengths: dict[int, int] = field(default_factory=dict)  # characters of each choice so far
 
     prefix = "cmpl-"
@@ -53,7 +50,7 @@ class Answers:
         """Keep only the parts of prompts that answers need: they may take minutes."""
         for number, prompt in enumerate(self.prompts):
             text = prompt.text if self.shown.echo else ""
-            self.prompts[number] = replace(prompt, token_ids=prompt.token_ids[-_NUM_LAST:], text=text)
+            self.prompts[number] = replace(prompt, token_ids=[], text=text)
 
     def add(self, index: int, output: Output) -> None:
         """Take outputs of a choice, joined, for the whole answer."""
@@ -137,7 +134,7 @@ class Answers:
             if index % self.num_choices == 0:
                 self.usage.cached_tokens += output.num_cached_tokens
         if self.shown.drops_new:
-            output = output._replace(text="", token_ids=(), logprobs=())
+            output = output._replace(text="", token_ids=(), logprobs=(), offsets=())
         for usage in (self.usage, self._usages[index]):
             usage.completion_tokens += output.num_tokens
         if self.shown.echo and is_first:
@@ -154,22 +151,16 @@ class Answers:
         echoed = output.prompt_logprobs if self.shown.echo else ()
         entries = (*echoed, *output.logprobs)
         prompt = self.prompts[index // self.num_choices]
-        if index not in self._offsets:
-            start = len(prompt.text) if self.shown.echo else 0
-            self._offsets[index] = self.texts.offsets(prompt, start, not self.shown.special_tokens)
-        known = [*prompt.offsets] if echoed else []
+        start = len(prompt.text) if self.shown.echo else 0
+        places = [*(prompt.offsets if echoed else ()), *(start + each for each in output.offsets)]
         self._lengths[index] = length = self._lengths.get(index, 0) + len(output.text)
-        is_over, push = output.finish_reason is not None, self._offsets[index].push
-
-        def offset(source: int | TokenLogprobs) -> int:
-            place = push(source.token_id) if isinstance(source, TokenLogprobs) else source
-            return min(place, length) if is_over else place  # A stop string is not in the text, its tokens are here.
-
+        if output.finish_reason is not None:  # A stop string is not in the text, its tokens are here.
+            places = [min(place, length) for place in places]
         return {
             "tokens": Each(lambda entry: self.texts.token(entry.token_id), entries),
             "token_logprobs": Each(lambda entry: None if entry.logprob is None else in_json(entry.logprob), entries),
             "top_logprobs": Each(self._alternatives, entries),
-            "text_offset": Each(offset, [*known, *output.logprobs]),
+            "text_offset": places,
         }
 
     def _alternatives(self, entry: TokenLogprobs) -> dict[str, float] | None:

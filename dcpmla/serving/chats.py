@@ -104,11 +104,10 @@ class Chats:
             skip_special_tokens: Whether special tokens that are no markup of the format are left out of the text.
         """
         hidden = self._hidden if skip_special_tokens and self.has_format else HiddenTokens([])
-        counts = self._reasoning_format is not None
         return AnswerReader(
             self._parser(conversation, prompt),
             hidden,
-            self._texts.offsets(prompt, 0, skip_special_tokens=False) if counts else None,
+            counts_reasoning=self._reasoning_format is not None,
             in_reasoning=prompt.in_reasoning,
             is_parallel=conversation.tool_use.is_parallel,
         )

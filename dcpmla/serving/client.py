@@ -5,16 +5,30 @@ import time
 from asyncio import StreamReader
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from types import TracebackType
 from typing import Any, Self
 
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.errors import ApiError
-from dcpmla.serving.messages import LENGTH, Drain, Output, Report, Started, Stopped, Submit, joined, merged, unpack
+from dcpmla.serving.messages import (
+    LENGTH,
+    Drain,
+    Output,
+    Report,
+    Seen,
+    Started,
+    Stop,
+    Stopped,
+    Submit,
+    joined,
+    merged,
+    unpack,
+)
 from dcpmla.serving.metrics import Metrics, Timings
 from dcpmla.serving.outbox import Outbox
+from dcpmla.serving.reading import RequestText
 from dcpmla.serving.transfer_messages import STAYS, Move, Wanted
 
 _SILENCE = 10.0  # seconds without a step after which the ranks count as stuck
@@ -139,7 +153,7 @@ class Engine:
         """
         num_tokens = sum(map(len, prompts)) + num_characters
         self.check_room(len(prompts) * num_choices, num_tokens)
-        generation, longest = Generation(self, time.monotonic() + seconds, num_tokens), self.ready().max_model_len
+        generation, model = Generation(self, time.monotonic() + seconds, num_tokens), self.ready()
         self._num_tokens += num_tokens
         for number, prompt in enumerate(prompts):
             request_ids = list(islice(self._ids, num_choices))
@@ -149,7 +163,11 @@ class Engine:
             seeds = [params.for_prompt(index).seed for index in range(first, first + num_choices)]
             if move.handoff:
                 seeds = [params.seed]
-            own = params.at_most(longest - len(prompt))
+            own = params.at_most(model.max_model_len - len(prompt))
+            if move.handoff:  # The other job looks for stop strings.
+                own = replace(own, stop=())
+            if model.tokenizer is not None:
+                generation.texts |= {each: RequestText(model.tokenizer, own, prompt) for each in request_ids}
             self.outbox.submit(Submit(request_ids, seeds, prompt, own, cache_salt, move))
             self.metrics.submitted(len(prompt) * num_choices)
         return generation
@@ -219,14 +237,25 @@ class Engine:
 
     def _hand_out(self, report: Report) -> None:
         self.metrics.state(report)
+        seen: dict[int, int] = {}
         for output in report.outputs:
-            generation = self._open.get(output.request_id)
-            if generation is None:  # abandoned
+            request_id, has_ended = output.request_id, bool(output.finish_reason or output.error)
+            generation = self._open.get(request_id)
+            if generation is None:  # abandoned, or ended by a stop string
                 continue
+            text = generation.texts.get(request_id)
+            if text is not None and not output.error:
+                output = text.read(output)
+                if output.finish_reason and not has_ended:
+                    self.outbox.send(Stop(request_id, text.num_tokens))
+                elif num_tokens := text.news():
+                    seen[request_id] = num_tokens
             if output.finish_reason or output.error:
-                del self._open[output.request_id]
-                self.on_end(output.request_id)
+                del self._open[request_id]
+                self.on_end(request_id)
             generation.take(output)
+        if seen:
+            self.outbox.send(Seen([*seen], [*seen.values()]))
 
 
 class Generation:
@@ -236,6 +265,7 @@ class Generation:
         num_tokens: Tokens that count towards the engine's limit.
         indices: Index of each request's answer, by id.
         queue: Outputs that are not read yet.
+        texts: Text of each request, by id; empty without a tokenizer.
     """
 
     def __init__(self, engine: Engine, deadline: float, num_tokens: int) -> None:
@@ -244,6 +274,7 @@ class Generation:
         self.queue: asyncio.Queue[Output] = asyncio.Queue()
         self._timings = Timings(time.monotonic())
         self._scores: dict[int, list[Output]] = {}  # pieces of prompts' log probabilities, by id
+        self.texts: dict[int, RequestText] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -254,7 +285,7 @@ class Generation:
         self._engine.abandon(self)
 
     def take(self, output: Output) -> None:
-        """Take an output from the engine. Log probabilities of a prompt wait for the first new token."""
+        """Take an output with its text. Log probabilities of a prompt wait for the first new token."""
         if not (output.token_ids or output.finish_reason or output.error):
             self._scores.setdefault(output.request_id, []).append(output)
             return

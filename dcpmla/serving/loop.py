@@ -15,7 +15,19 @@ from dcpmla.runtime.offload import Offload
 from dcpmla.runtime.request import Request, TokenLogprobs
 from dcpmla.serving.frontend import Frontend
 from dcpmla.serving.handoff_commands import connect_of, follow, take_first, transfer_totals
-from dcpmla.serving.messages import Abort, Close, Drain, Output, Report, Started, Stopped, Submit, unpack_commands
+from dcpmla.serving.messages import (
+    Abort,
+    Close,
+    Drain,
+    Output,
+    Report,
+    Seen,
+    Started,
+    Stop,
+    Stopped,
+    Submit,
+    unpack_commands,
+)
 from dcpmla.serving.transfer_messages import Wanted
 from dcpmla.transfer.transport import Peer
 
@@ -32,6 +44,7 @@ class ServingLoop:
 
     def __init__(self, engine: Engine, frontend: Frontend | None) -> None:
         self._engine, self._frontend = engine, frontend
+        engine.stops = None  # The HTTP process makes all texts, and finds stop strings in them.
         self._requests: dict[int, Request] = {}
         self._outputs: list[Output] = []
         self._num_sent = dict[int, int]()  # new tokens of each request that the HTTP process knows
@@ -66,8 +79,8 @@ class ServingLoop:
     def _take(self, events: StepEvents) -> None:
         """Queue what clients and other jobs wait for."""
         if self._frontend is not None:
-            for request, text in events.tokens:
-                self._collect(request, text)
+            for request in events.changed:
+                self._collect(request)
             for request in events.wanted:
                 request_id, params = int(request.request_id), request.params
                 self._frontend.send(Wanted(request_id, request.prompt_token_ids, params, request.cache_salt))
@@ -96,6 +109,14 @@ class ServingLoop:
                 case Abort():
                     for request_id in command.request_ids:
                         self._abort(request_id)
+                case Stop():
+                    request = self._forget(command.request_id)
+                    if request is not None:
+                        self._engine.stop(request, command.num_tokens)
+                case Seen():
+                    for request_id, num_tokens in zip(command.request_ids, command.nums_tokens, strict=True):
+                        if request_id in self._requests:
+                            self._requests[request_id].num_seen_tokens = num_tokens
                 case Close():
                     self._is_closed = True
                 case _:
@@ -137,7 +158,7 @@ class ServingLoop:
             self._scored.remove(request)
         return request
 
-    def _collect(self, request: Request, text: str) -> None:
+    def _collect(self, request: Request) -> None:
         """Queue an output with the new tokens of a request that was not aborted; an error follows the step."""
         request_id = int(request.request_id)
         if request.error is not None or request_id not in self._requests:
@@ -146,13 +167,11 @@ class ServingLoop:
         self._outputs.append(
             Output(
                 request_id,
-                text,
                 token_ids=tuple(request.token_ids[num_sent:]),
                 logprobs=_taken(request.logprobs),
                 finish_reason=request.finish_reason,
                 num_cached_tokens=request.num_cached_tokens,
                 prompt_logprobs=_taken(request.prompt_logprobs),
-                stop_string=request.text_stream.stop_string if request.text_stream else "",
             )
         )
 
@@ -180,9 +199,10 @@ class ServingLoop:
         tiers = _tier_totals(self._engine.offload)
         transfers, handoffs = transfer_totals(self._engine), self._engine.handoffs
         readers = [] if handoffs is None else handoffs.readers
-        self._frontend.send(
-            Report(outputs, num_bytes, num_running, num_waiting, cache_use, totals, tiers, transfers, readers)
-        )
+        looked_at = [request for request in self._requests.values() if request.num_seen_tokens is not None]
+        num_unseen = max((len(each.token_ids) - (each.num_seen_tokens or 0) for each in looked_at), default=0)
+        state = num_running, num_waiting, cache_use, totals, tiers, transfers, readers, num_unseen
+        self._frontend.send(Report(outputs, num_bytes, *state))
 
 
 def started(engine: Engine, files: ModelFiles, link: Peer | None = None) -> Started:

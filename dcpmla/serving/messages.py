@@ -84,6 +84,22 @@ class Abort:
 
 
 @dataclass(frozen=True)
+class Stop:
+    """A request that a stop string has ended, with its new token number num_tokens."""
+
+    request_id: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Requests with stop strings, and for each the number of its first new tokens in which none ends."""
+
+    request_ids: list[int]
+    nums_tokens: list[int]
+
+
+@dataclass(frozen=True)
 class Close:
     """The end of all requests."""
 
@@ -94,7 +110,7 @@ class Drain:
 
 
 class Output(NamedTuple):
-    """The new tokens of a request in one step.
+    """The new tokens of a request in one step. The HTTP process adds their text (`RequestText`).
 
     Attributes:
         text: Text that became certain, maybe empty.
@@ -105,6 +121,7 @@ class Output(NamedTuple):
         prompt_logprobs: Log probabilities of the prompt's next tokens, before or with the first new token.
         error: Reason of the finish_reason "error"; without one, the reason for which the engine refuses the request.
         stop_string: Stop string that ended the request, with the last token; empty for any other end.
+        offsets: Index of each new token's first character in the request's text (`TextStream.push`).
     """
 
     request_id: int
@@ -116,6 +133,7 @@ class Output(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     error: str = ""
     stop_string: str = ""
+    offsets: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -137,6 +155,7 @@ def joined(parts: Sequence[Output]) -> Output:
         text="".join(part.text for part in parts),
         token_ids=tuple(chain.from_iterable(part.token_ids for part in parts)),
         logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
+        offsets=tuple(chain.from_iterable(part.offsets for part in parts)),
         prompt_logprobs=tuple(chain.from_iterable(part.prompt_logprobs for part in parts)),
     )
 
@@ -153,6 +172,7 @@ class Report:
             metric, the tier and the direction ("load" or "store").
         transfer_totals: Totals of transfers with other jobs on the first rank, by the name of a metric and its labels.
         readers: Names of the jobs that read blocks of this one, or are to read them.
+        num_unseen: Most new tokens of a request that wait for a look for stop strings.
     """
 
     outputs: list[Output]
@@ -164,6 +184,7 @@ class Report:
     tier_totals: dict[tuple[str, str, str], float] = field(default_factory=dict)
     transfer_totals: dict[tuple[str, ...], float] = field(default_factory=dict)
     readers: Sequence[str] = ()
+    num_unseen: int = 0
 
 
 @dataclass(frozen=True)
@@ -171,7 +192,7 @@ class Stopped:
     """The last message of the ranks, unless they fail."""
 
 
-Command = Submit | Abort | Connect | Disconnect | Pull | First | Lose | Close
+Command = Submit | Abort | Stop | Seen | Connect | Disconnect | Pull | First | Lose | Close
 _COMMANDS = {kind.__name__: kind for kind in get_args(Command)}
 
 

@@ -59,6 +59,8 @@ class Metrics:
         self._local = counter("kv_transfer_local_prefills", local)
         self._running = gauge("requests_running", "Requests that hold blocks of the cache.")
         self._waiting = gauge("requests_waiting", "Requests that wait for blocks.")
+        unseen = "Most new tokens of a request that wait for a look for stop strings."
+        self._unseen = gauge("stop_string_unseen_tokens", unseen)
         self._cache_use = gauge("kv_cache_use", "Part of the cache's blocks that requests hold.")
         self._first_token = histogram("time_to_first_token_seconds", "Seconds from a request to its first token.")
         self._per_token = histogram("time_per_output_token_seconds", "Seconds per token after a request's first one.")
@@ -81,6 +83,7 @@ class Metrics:
         self._running.set(report.num_running)
         self._waiting.set(report.num_waiting)
         self._cache_use.set(report.cache_use)
+        self._unseen.set(report.num_unseen)
         for name, total in report.totals.items():
             self._totals[name].inc(total - self._seen[name])
         self._seen |= report.totals

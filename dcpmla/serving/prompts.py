@@ -6,11 +6,11 @@ from itertools import chain
 from typing import Any
 
 from dcpmla.runtime.admission import check_prompt
-from dcpmla.runtime.text import TokenOffsets, joins_words, unfinished_end
 from dcpmla.serving.background import Background, Prepared
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Started
 from dcpmla.serving.worker import Allowance, LimitError
+from dcpmla.text.token_bytes import bytes_of, offsets_of, unfinished_end
 
 _CHARACTERS = 64  # a token's average in the longest text that is encoded
 _ENCODED = 1 << 18  # characters a second of a slow tokenizer; common ones are faster
@@ -131,14 +131,10 @@ class Texts:
         if token_id not in self._tokens:
             text: str = self.tokenizer.decode([token_id])
             twice = self.tokenizer.decode([token_id] * 2)
-            if twice == f"{text} {text}" and not joins_words(self.tokenizer):
+            if twice == f"{text} {text}" and not bytes_of(self.tokenizer).joins_words:
                 text = f" {text}"
             self._tokens[token_id] = text
         return self._tokens[token_id]
-
-    def offsets(self, prompt: Prompt, start: int, skip_special_tokens: bool) -> TokenOffsets:
-        """Return the offsets of new tokens after a prompt, from `start` on."""
-        return TokenOffsets(self.tokenizer, prompt.token_ids, start, skip_special_tokens)
 
     def _checked(self, token_ids: list[int], text: str, num_kept: int | None) -> Prompt:
         if num_kept is not None and len(token_ids) > num_kept:
@@ -183,8 +179,7 @@ def _with_offsets(
         return text, _offsets(tokenizer(text, return_offsets_mapping=True, add_special_tokens=add_special_tokens))
     if not text:
         text = tokenizer.decode(token_ids).removesuffix(unfinished_end(tokenizer, token_ids))
-    offsets = TokenOffsets(tokenizer, skip_special_tokens=False)
-    return text, [min(offsets.push(token), len(text)) for token in token_ids]
+    return text, [min(offset, len(text)) for offset in offsets_of(tokenizer, token_ids)]
 
 
 def _offsets(encoded: Any) -> list[int]:

@@ -4,7 +4,6 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from dcpmla.runtime.text import TokenOffsets
 from dcpmla.serving.chat.events import AnswerParser, Kind, Piece, PieceCollector, Pieces
 from dcpmla.serving.messages import Output
 
@@ -83,7 +82,7 @@ class AnswerReader:
     Args:
         parser: Parser of the answer's text, which has special tokens.
         hidden: Tokens that content and reasoning do not show.
-        offsets: Offsets of tokens in the text, to count the tokens of the reasoning; None if it is not parsed.
+        counts_reasoning: Whether the reasoning is parsed, so that its tokens are counted.
         in_reasoning: Whether the answer begins inside the reasoning.
         is_parallel: Whether the answer may have several calls; otherwise only the first is kept.
 
@@ -96,18 +95,19 @@ class AnswerReader:
         self,
         parser: AnswerParser,
         hidden: HiddenTokens,
-        offsets: TokenOffsets | None = None,
         *,
+        counts_reasoning: bool = False,
         in_reasoning: bool = False,
         is_parallel: bool = True,
     ) -> None:
-        self._parser, self._offsets, self._is_parallel = parser, offsets, is_parallel
+        self._parser, self._is_parallel = parser, is_parallel
+        self._counts = counts_reasoning  # until the reasoning has ended
         self._shown, self._out = _Shown(hidden), PieceCollector()
         self._kind: Kind | None = None  # of the last piece
         self._in_reasoning, self._length = in_reasoning, 0
         self._starts: deque[int] = deque()  # offsets of tokens whose text has not come
         self.has_calls = False
-        self.num_reasoning_tokens = None if offsets is None else 0
+        self.num_reasoning_tokens = 0 if counts_reasoning else None
 
     def push(self, output: Output) -> Pieces:
         """Return what an output adds to the answer."""
@@ -129,9 +129,9 @@ class AnswerReader:
         """
         start, end = self._length, self._length + len(output.text)
         self._length, first, num_tokens = end, start, 0
-        if self._offsets is not None:
-            self._starts.extend(self._offsets.push(token) for token in output.token_ids)
-            while self._offsets is not None and self._starts and (self._starts[0] < end or output.finish_reason):
+        if self._counts:
+            self._starts.extend(output.offsets)
+            while self._counts and self._starts and (self._starts[0] < end or output.finish_reason):
                 cut = min(self._starts.popleft(), end)
                 if cut > start:
                     yield output.text[start - first : cut - first], num_tokens
@@ -144,7 +144,7 @@ class AnswerReader:
         """Parse a slice, and count its tokens if it belongs to the reasoning."""
         pieces = self._parser.push(text)
         if pieces.content or pieces.calls:
-            self._in_reasoning, self._offsets = False, None
+            self._in_reasoning = self._counts = False
         elif pieces.reasoning:
             self._in_reasoning = True
         if self._in_reasoning and self.num_reasoning_tokens is not None:

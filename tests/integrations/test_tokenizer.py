@@ -14,7 +14,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from dcpmla.integrations.tokenizer import load_tokenizer
-from dcpmla.runtime.text import TextStream
+from dcpmla.text.stream import TextStream
 from tests.support.launchers import ROOT
 
 PATTERN = "|".join(  # the published pattern, in full
@@ -154,7 +154,7 @@ def test_streamed_text_is_the_whole_text(tokenizer: Any, text: str) -> None:
     token_ids = tokenizer.encode(text)
     stream = TextStream(tokenizer)
     pieces = [stream.push([token]) for token in token_ids]
-    assert "".join([*pieces, stream.finish()]) == tokenizer.decode(token_ids, skip_special_tokens=True)
+    assert "".join([*pieces, stream.end((), False)]) == tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
 def test_special_tokens(tokenizer: Any) -> None:

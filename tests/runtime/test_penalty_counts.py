@@ -96,7 +96,7 @@ class Steps(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         if self.alive:
-            self.alive.pop(data.draw(st.integers(0, len(self.alive) - 1))).end("abort")
+            self.alive.pop(data.draw(st.integers(0, len(self.alive) - 1))).finish_reason = "abort"
 
     @invariant()
     def memory_is_bounded(self) -> None:

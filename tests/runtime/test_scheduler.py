@@ -58,7 +58,7 @@ def serve(scheduler: Scheduler, arrivals: Sequence[Sequence[Request]], aborted: 
         scheduler.waiting += arrivals[len(steps)] if len(steps) < len(arrivals) else []
         if len(steps) >= len(arrivals) and gone and not (request := gone.pop()).finish_reason:
             scheduler.remove(request)
-            request.end("abort")
+            request.finish_reason = "abort"
         steps.append(scheduler.schedule(float(len(steps))))
         ready = compute(scheduler, steps[-1])
         collect(scheduler, pending)

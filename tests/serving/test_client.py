@@ -17,11 +17,12 @@ from dcpmla.serving.background import prepare
 from dcpmla.serving.client import Engine
 from dcpmla.serving.connections import Limits
 from dcpmla.serving.errors import ApiError
-from dcpmla.serving.messages import Abort, Output, Report, Started, Submit, merged, unpack_commands
+from dcpmla.serving.messages import Abort, Output, Report, Seen, Started, Stop, Submit, merged, unpack_commands
 from dcpmla.serving.metrics import Metrics
 from dcpmla.serving.outbox import Outbox
 from dcpmla.serving.settings import Settings
 from dcpmla.serving.worker import Worker
+from tests.support.hash_model import Letters
 
 
 class Wire:
@@ -218,3 +219,32 @@ def test_outputs_that_wait_come_as_one() -> None:
     first, second = merged(outputs)
     assert (first.text, first.token_ids, first.finish_reason, first.num_cached_tokens) == ("ab", (5, 7), "stop", 4)
     assert second == outputs[1]
+
+
+def test_a_stop_string_ends_a_request_in_front_of_the_ranks() -> None:
+    """Whatever the ranks have sent after it is dropped, and they learn where the request ends."""
+    engine, wire = make_engine(tokenizer=Letters())
+    generation = engine.submit([[1, 2]], SamplingParams(stop=("CD",), logprobs=0, max_new_tokens=40), seconds=9)
+    tokens = [0, 1, 2, 3, 4, 5]
+    scores = [TokenLogprobs(token, -1.0, ()) for token in tokens]
+    for parts in ([0, 1], [2, 3, 4], [5]):
+        output = Output(0, "", tuple(parts), tuple(scores[part] for part in parts))
+        engine._hand_out(Report([output], 0, 1, 0, 0.1, dict.fromkeys(engine.metrics._totals, 0)))
+    (whole,) = merged([generation.queue.get_nowait() for _ in range(generation.queue.qsize())])
+    assert (whole.text, whole.token_ids, whole.finish_reason, whole.stop_string) == ("AB", (0, 1, 2, 3), "stop", "CD")
+    assert (len(whole.logprobs), whole.offsets) == (4, (0, 1, 2, 3))
+    assert wire.sent[1:] == [Stop(0, 4)]
+    assert engine.num_open == 0
+
+
+def test_the_ranks_hear_how_far_texts_are() -> None:
+    """Of requests with stop strings alone, and not at every token."""
+    engine, wire = make_engine(tokenizer=Letters(), max_model_len=200)
+    params = SamplingParams(max_new_tokens=99)
+    engine.submit([[1, 2]], replace(params, stop=("?",)), seconds=9)
+    engine.submit([[1, 2]], params, seconds=9)
+    num_sent = len(wire.sent)
+    for _ in range(40):
+        outputs = [Output(0, "", (3,)), Output(1, "", (3,))]
+        engine._hand_out(Report(outputs, 0, 2, 0, 0.1, dict.fromkeys(engine.metrics._totals, 0)))
+    assert wire.sent[num_sent:] == [Seen([0], [16]), Seen([0], [32])]

@@ -12,11 +12,11 @@ import dcpmla.runtime.request as request_module
 from dcpmla.runtime.agreement import News
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.logprobs import Logprobs
-from dcpmla.runtime.request import Request
+from dcpmla.runtime.request import MAX_UNSEEN_TOKENS, Request
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.loop import ServingLoop
-from dcpmla.serving.messages import Close, Command, Output, Report, Submit, pack_command
-from tests.support.hash_model import BLOCK, HashModel, alone, make_engine
+from dcpmla.serving.messages import Close, Command, Output, Report, Seen, Stop, Submit, pack_command
+from tests.support.hash_model import BLOCK, HashModel, Letters, alone, alone_ignoring_eos, make_engine
 
 PROMPT = [number % 28 for number in range(10 * BLOCK + 1)]
 
@@ -158,12 +158,67 @@ def test_an_error_of_a_request_is_sent() -> None:
 def test_all_tokens_of_a_step_are_sent() -> None:
     """Drafts that are accepted bring several at once."""
     frontend: Any = object()
-    engine: Any = None
-    loop = ServingLoop(engine, frontend)
+    loop = ServingLoop(make_engine(20), frontend)
     request = Request([1, 2], SamplingParams(max_new_tokens=9, prompt_logprobs=0), request_id=3)
     loop._requests[3] = request
     for num_tokens, reason in ((1, None), (4, None), (6, "length")):
         request.token_ids = [5] * num_tokens
         request.finish_reason = reason
-        loop._collect(request, "x")
+        loop._collect(request)
     assert [(output.num_tokens, len(output.prompt_logprobs)) for output in loop._outputs] == [(1, 1), (3, 0), (2, 0)]
+
+
+def submit_long(request_id: int, prompt: list[int], num_new: int, **params: Any) -> Submit:
+    return Submit([request_id], [0], prompt, SamplingParams(max_new_tokens=num_new, ignore_eos=True, **params))
+
+
+def test_a_request_waits_for_a_front_that_does_not_look_others_do_not() -> None:
+    """Until it hears that no stop string ends in the tokens; the report says how many wait."""
+    num_new = MAX_UNSEEN_TOKENS + 30
+    engine = make_engine(200, tokenizer=Letters())
+    unseen: list[int] = []
+
+    class Slow(Frontend):
+        def send(self, message: object) -> None:
+            super().send(message)
+            if isinstance(message, Report):
+                unseen.append(message.num_unseen)
+
+    begin = [submit_long(0, [1, 2], num_new, stop=("?",)), submit_long(1, [3], num_new)]
+    steps: list[list[Command]] = [begin, *([] for _ in range(2 * num_new)), [Seen([0], [MAX_UNSEEN_TOKENS])]]
+    frontend: Any = Slow(*steps, *([] for _ in range(40)))
+    ServingLoop(engine, frontend).run()
+    ends = [
+        next(at for at, outputs in enumerate(frontend.outputs) for each in outputs if each == frontend.of(number)[-1])
+        for number in (0, 1)
+    ]
+    before_news = [output for outputs in frontend.outputs[: 2 * num_new] for output in outputs]
+    assert len(tokens_of([output for output in before_news if output.request_id == 0])) == MAX_UNSEEN_TOKENS
+    assert ends[1] < 2 * num_new < ends[0]
+    assert max(unseen) == MAX_UNSEEN_TOKENS
+    assert tokens_of(frontend.of(0)) == alone_ignoring_eos([1, 2], num_new)
+    assert tokens_of(frontend.of(1)) == alone_ignoring_eos([3], num_new)
+
+
+@pytest.mark.parametrize("delay", [BLOCK + 4, 30, 60])
+def test_tokens_after_a_stop_string_leave_no_trace(delay: int) -> None:
+    """Not in counts, nor in blocks that others find, however late the news is."""
+    prompt, num_kept = PROMPT[: 2 * BLOCK + 1], BLOCK + 1
+    later = [*prompt, *alone_ignoring_eos(prompt, 2 * BLOCK)]
+    engine = make_engine(400, tokenizer=Letters())
+    steps: list[list[Command]] = [[submit_long(0, prompt, 90, stop=("?",))], *([] for _ in range(delay))]
+    frontend = run(engine, *steps, [Stop(0, num_kept)])
+    assert (engine.stats.num_new_tokens, engine.stats.num_finished) == (num_kept, 1)
+    assert (engine.allocator.num_free, engine.allocator.num_remembered) == (400, 3)
+    assert frontend.of(0)[-1].finish_reason is None  # the front has ended it
+    assert run(engine, [submit_long(1, later, 2)]).of(1)[0].num_cached_tokens == 3 * BLOCK
+
+
+def test_a_stop_string_may_come_too_late() -> None:
+    """The request has ended by itself meanwhile, or its client has left."""
+    engine = make_engine(200, tokenizer=Letters())
+    late: list[list[Command]] = [[submit_long(0, [1, 2], 4, stop=("?",))], *([] for _ in range(9)), [Stop(0, 2)]]
+    frontend = run(engine, *late, [Seen([0, 5], [2, 3]), Stop(9, 1)])
+    assert tokens_of(frontend.of(0)) == alone_ignoring_eos([1, 2], 4)
+    assert frontend.of(0)[-1].finish_reason == "length"
+    assert engine.allocator.num_free == 200

@@ -9,7 +9,7 @@ from typing import Any
 
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.runtime.sampling import SamplingParams
-from dcpmla.serving.messages import LENGTH, Abort, Close, Command, Submit, pack_command, unpack_commands
+from dcpmla.serving.messages import LENGTH, Abort, Close, Command, Seen, Stop, Submit, pack_command, unpack_commands
 from dcpmla.serving.outbox import WINDOW, Outbox
 from dcpmla.serving.transfer_messages import Connect, Disconnect, First, Lose, Move, Pull
 
@@ -41,6 +41,8 @@ def test_commands_are_read_as_they_were_sent() -> None:
     commands: list[Command] = [
         Submit([4, 5], [1, (1 << 64) - 1], [0, (1 << 31) - 1, 7], PARAMS, "salt \ud800"),
         Abort([4]),
+        Stop(5, 17),
+        Seen([6, 8], [16, 33]),
         Submit([6], [0], [1], SamplingParams()),
         Submit([7], [0], [1], PARAMS, move=Move("h")),
         Submit([8], [0], [1], PARAMS, move=Move("", ("engine", "h"), TokenLogprobs(3, -0.5, ((3, -0.5), (4, -1.0))))),

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from dcpmla.runtime.request import TokenLogprobs
-from dcpmla.runtime.text import TextStream
+from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.answers import Answers
 from dcpmla.serving.background import Background, prepare
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Output, Started
 from dcpmla.serving.prompts import Prompt, Texts
+from dcpmla.serving.reading import RequestText
 from dcpmla.serving.shown import Shown
 from dcpmla.serving.slices import slices
 from dcpmla.serving.worker import Worker
@@ -36,27 +37,20 @@ def ids_of_bytes(content: bytes) -> list[int]:
 
 def choice(family: str, prompt: Prompt, new: list[int], echo: bool, stop: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return a choice, streamed token by token, after a check that it is the same in one piece."""
-    stream = TextStream(tokenizer_of(family), stop, prompt.token_ids)
+    texts = [RequestText(tokenizer_of(family), SamplingParams(stop=stop), prompt.token_ids) for _ in range(2)]
     answers, whole = (Answers(texts_of(family), "m", [prompt], 1, Shown(echo=echo, num_logprobs=0)) for _ in range(2))
     scored = tuple(TokenLogprobs(token, -1.0, ()) for token in prompt.token_ids) if echo else ()
     joined: dict[str, Any] = {"text": "", "tokens": [], "text_offset": []}
     for number, token in enumerate(new):
-        is_last = number == len(new) - 1
-        text = stream.push([token]) + (stream.finish() if is_last else "")
-        output = Output(
-            0,
-            text,
-            (token,),
-            (TokenLogprobs(token, -1.0, ()),),
-            "stop" if is_last else None,
-            prompt_logprobs=() if number else scored,
-        )
+        reason = "length" if number == len(new) - 1 else None
+        logprobs: tuple[TokenLogprobs, ...] = (TokenLogprobs(token, -1.0, ()),)
+        output = texts[0].read(Output(0, "", (token,), logprobs, reason, prompt_logprobs=() if number else scored))
         (chunk,) = json.loads("".join(slices(answers.chunks(0, output)[0])))["choices"]
         joined["text"] += chunk["text"]
         joined["tokens"] += chunk["logprobs"]["tokens"]
         joined["text_offset"] += chunk["logprobs"]["text_offset"]
     logprobs = tuple(TokenLogprobs(token, -1.0, ()) for token in new)
-    output = Output(0, stream.text, tuple(new), logprobs, "stop", prompt_logprobs=scored)
+    output = texts[1].read(Output(0, "", tuple(new), logprobs, "length", prompt_logprobs=scored))
     (once,) = json.loads("".join(slices(whole_of(whole, [(0, output)]))))["choices"]
     assert once["text"] == joined["text"]
     length = len(once["text"])

@@ -243,10 +243,12 @@ def make_engine(
 def drive(engine: Engine, on_token: Callable[[Request, str], object]) -> list[Request]:
     """Step until no request is left, and call a function with each request's new text; return the finished ones."""
     finished: list[Request] = []
+    lengths: dict[Request, int] = {}
     while engine.has_requests:
         events = engine.step()
-        for request, text in events.tokens:
-            on_token(request, text)
+        for request, text in [(request, request.text) for request in events.changed]:
+            start, lengths[request] = lengths.get(request, 0), len(text)
+            on_token(request, text[start:])
         finished += events.finished
     return finished
 

@@ -10,7 +10,6 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from dcpmla.runtime.request import Request, TokenLogprobs
-from dcpmla.runtime.text import TextStream
 from dcpmla.serving.frontend import listen
 from dcpmla.serving.http import serve_http
 from dcpmla.serving.messages import LENGTH, Close, Output, Report, Started, Stopped, Submit, pack, unpack_commands
@@ -83,20 +82,18 @@ class ScriptedModel:
                             return
 
     def _answer(self, request_id: int, submit: Submit) -> None:
-        stream = TextStream.of(self._tokenizer, submit.params, submit.prompt_token_ids)
-        request = Request(submit.prompt_token_ids, submit.params, text_stream=stream)
+        request = Request(submit.prompt_token_ids, submit.params)
         tokens = self._tokenizer.encode(self._script(self.prompts[-1]), add_special_tokens=False) + [*self._eos]
-        text, num_sent = "", 0
+        num_sent = 0
         for token in tokens:
-            text += request.append(token, self._eos)
+            request.append(token, self._eos)
             if request.finish_reason or len(request.token_ids) - num_sent >= self.step:
                 new = tuple(request.token_ids[num_sent:])
                 logprobs = tuple(TokenLogprobs(each, -0.5, ((each, -0.5),)) for each in new)
                 if submit.params.logprobs is None:
                     logprobs = ()
-                stop = stream.stop_string
-                self._report(Output(request_id, text, new, logprobs, request.finish_reason, stop_string=stop))
-                text, num_sent = "", len(request.token_ids)
+                self._report(Output(request_id, "", new, logprobs, request.finish_reason))
+                num_sent = len(request.token_ids)
             if request.finish_reason:
                 return
 

@@ -26,6 +26,7 @@ ROOMS = {  # first part of a module's name under dcpmla -> floor
     "attention": 3,
     "model": 4,
     "transfer": 4,
+    "text": 4,
     "runtime": 5,
     "planning": 5,
     "job": 5,

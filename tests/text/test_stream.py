@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcpmla.runtime.text import TextStream
+from dcpmla.text.stream import TextStream
 from tests.support.small_tokenizers import FAMILIES, SENTENCES, SPECIAL, byte_letter, tokenizer_of
 
 
@@ -44,12 +44,8 @@ def token_ids_of(draw: st.DrawFn, family: str) -> list[int]:
 
 
 def streamed(stream: TextStream, token_ids: Sequence[int]) -> list[str]:
-    """Return the pieces, the last of them from finish()."""
-    pieces = [stream.push([token]) for token in token_ids]
-    assert stream.text == "".join(pieces)
-    pieces.append(stream.finish())
-    assert stream.text == "".join(pieces)
-    return pieces
+    """Return the pieces, the last of them from `end`."""
+    return [*(stream.push([token]) for token in token_ids), stream.end((), False)]
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, bool]:
@@ -82,7 +78,7 @@ def test_pieces_end_before_a_stop_string(family: str) -> None:
             st.lists((places | st.text("the ab世\ufffd", max_size=3)).filter(bool), min_size=1, max_size=3)
         )
         stream = TextStream(tokenizer_of(family), stop)
-        assert ("".join(streamed(stream, token_ids)), stream.stopped) == cut_at_stop(text, stop)
+        assert ("".join(streamed(stream, token_ids)), stream.is_stopped) == cut_at_stop(text, stop)
 
     check()
 
@@ -95,9 +91,10 @@ def test_certain_text_comes_at_once(family: str) -> None:
     @given(token_ids_of(family))
     def check(token_ids: list[int]) -> None:
         stream = TextStream(tokenizer_of(family))
+        text = ""
         for num_tokens, token in enumerate(token_ids, 1):
-            stream.push([token])
-            assert stream.text.startswith(whole(family, token_ids[:num_tokens]).rstrip("\ufffd"))
+            text += stream.push([token])
+            assert text.startswith(whole(family, token_ids[:num_tokens]).rstrip("\ufffd"))
 
     if family != "byte_fallback":  # its whole decode takes back characters while another one is incomplete
         check()
@@ -142,7 +139,7 @@ def test_a_character_comes_whole() -> None:
 def test_what_may_become_a_stop_string_is_held_back() -> None:
     def pieces(text: str, *stop: str) -> list[str]:
         stream = TextStream(tokenizer_of("straddling"), stop)
-        return [*streamed(stream, tokenizer_of("straddling").encode(text)), "stopped" if stream.stopped else "ended"]
+        return [*streamed(stream, tokenizer_of("straddling").encode(text)), "stopped" if stream.is_stopped else "ended"]
 
     assert pieces("abac", "abad") == ["", "", "", "abac", "", "ended"]
     assert pieces("ababad", "abad") == ["", "", "", "ab", "", "", "", "stopped"]
@@ -157,50 +154,60 @@ def test_nothing_comes_after_the_end() -> None:
     stream = TextStream(tokenizer_of("straddling"), ["b"])
     token_ids = tokenizer_of("straddling").encode("abc")
     assert stream.push(token_ids) == "a"
-    assert (stream.push(token_ids), stream.finish(), stream.text, stream.stopped) == ("", "", "a", True)
+    assert (stream.push(token_ids), stream.end((), False), stream.num_tokens, stream.is_stopped) == ("", "", 2, True)
     stream = TextStream(tokenizer_of("straddling"), ["b"], includes_stop=True)
-    assert [stream.push(token_ids), stream.push(token_ids), stream.finish(), stream.text] == ["ab", "", "", "ab"]
+    assert [stream.push(token_ids), stream.push(token_ids), stream.end((), False)] == ["ab", "", ""]
     stream = TextStream(tokenizer_of("straddling"), ["bc"])
-    assert [stream.push(token_ids[:2]), stream.finish(), stream.finish(), stream.text] == ["a", "b", "", "ab"]
+    assert [stream.push(token_ids[:2]), stream.end((), False), stream.end((), False)] == ["a", "b", ""]
 
 
-class Counting:
-    """A tokenizer that counts the tokens it decodes."""
+@pytest.mark.parametrize("includes_stop", [False, True])
+def test_a_stop_token_has_no_text(includes_stop: bool) -> None:
+    """Unless the text includes what ends it; a stop string before it counts."""
+    token_ids = tokenizer_of("straddling").encode("abc")
+    for stop, expected in (((), "abc" if includes_stop else "ab"), (("b",), "ab" if includes_stop else "a")):
+        stream, offsets = TextStream(tokenizer_of("straddling"), stop, includes_stop=includes_stop), list[int]()
+        assert stream.end(token_ids, True, offsets) == expected
+        assert offsets == [0, 1, 2][: stream.num_tokens]
+        assert stream.num_tokens == 3 - bool(stop)
+
+
+def test_the_tokens_of_a_stop_string_are_counted() -> None:
+    """However they come, up to the one that completes it."""
+    token_ids = tokenizer_of("straddling").encode("abcdef")
+    for parts in ([6], [3, 3], [1] * 6, [4, 2]):
+        stream, offsets, start = TextStream(tokenizer_of("straddling"), ["bcd"]), list[int](), 0
+        for num in parts:
+            stream.push(token_ids[start : start + num], offsets)
+            start += num
+        assert (stream.num_tokens, stream.stop_string, offsets) == (4, "bcd", [0, 1, 2, 3])
+
+
+class Undecoded:
+    """A tokenizer whose texts are made from its tokens' bytes alone."""
 
     def __init__(self, family: str) -> None:
-        self.tokenizer = tokenizer_of(family)
-        self.num_tokens = 0
+        self.backend_tokenizer = tokenizer_of(family).backend_tokenizer
 
     def __call__(self, text: str) -> Any:
-        return self.tokenizer(text)
+        raise AssertionError("texts encode nothing")
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        self.num_tokens += len(token_ids)
-        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        raise AssertionError("texts decode nothing again")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("text", ["the quick brown ", "世", "<eos>", " ", "a<eos>"])
-def test_work_per_token_is_bounded(family: str, text: str) -> None:
-    counting = Counting(family)
-    stream = TextStream(counting)
-    token_ids = tokenizer_of(family).encode(text, add_special_tokens=False) * 500
-    largest = 0
-    for token in token_ids:
-        before = counting.num_tokens
-        stream.push([token])
-        largest = max(largest, counting.num_tokens - before)
-    assert largest <= 80
-    assert counting.num_tokens <= 25 * len(token_ids)
+def test_no_token_is_decoded_again(family: str) -> None:
+    token_ids = [token for text in SENTENCES for token in tokenizer_of(family).encode(text)]
+    pieces = streamed(TextStream(Undecoded(family), ("?!",), token_ids[:9]), token_ids)
+    assert "".join(pieces) == "".join(streamed(TextStream(tokenizer_of(family), ("?!",), token_ids[:9]), token_ids))
 
 
-@pytest.mark.parametrize("broken", ["\xe4", "\x80"])
-def test_work_per_broken_byte_is_bounded(broken: str) -> None:
-    """A model may be stuck in bytes that never become a character."""
-    counting = Counting("byte_level")
-    stream = TextStream(counting)
-    (token,) = tokenizer_of("byte_level").convert_tokens_to_ids([byte_letter(ord(broken))])
-    pieces = [stream.push([token]) for _ in range(500)]
-    assert counting.num_tokens <= 25 * 500
-    assert len("".join(pieces)) >= 500 - 32
-    assert len(stream.text + stream.finish()) == 500
+@pytest.mark.parametrize("broken", [b"\xe4", b"\x80"])
+def test_broken_bytes_become_text(broken: bytes) -> None:
+    """A model may be stuck in bytes that never become a character; their text comes meanwhile."""
+    stream = TextStream(tokenizer_of("byte_level"))
+    (token,) = tokenizer_of("byte_level").convert_tokens_to_ids([byte_letter(broken[0])])
+    text = "".join(stream.push([token]) for _ in range(500))
+    assert len(text) >= 499
+    assert text + stream.end((), False) == "\ufffd" * 500

@@ -1,0 +1,57 @@
+"""The text of a request's tokens, made once, where they leave the ranks (`RequestText`)."""
+
+from collections.abc import Sequence
+
+from dcpmla.runtime.sampling import SamplingParams
+from dcpmla.serving.messages import Output
+from dcpmla.text.stream import TextStream
+from dcpmla.text.token_bytes import Tokenizer
+
+# Tokens after which the ranks are told that no stop string ends in them; a request waits at MAX_UNSEEN_TOKENS.
+_NEWS_TOKENS = 16
+
+
+class RequestText:
+    """The text of one request, up to a stop string.
+
+    Args:
+        params: Parameters of the request.
+        prompt_token_ids: Tokens of its prompt; the last few matter.
+    Attributes:
+        num_tokens: New tokens so far.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
+        self._stream = TextStream.of(tokenizer, params, prompt_token_ids)
+        self._has_stop, self._num_told = bool(params.stop), 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of new tokens, up to a stop string."""
+        return self._stream.num_tokens
+
+    def read(self, output: Output) -> Output:
+        """Return an output of the ranks with its text and its tokens' offsets, cut and ended at a stop string."""
+        stream, offsets, num_before = self._stream, list[int](), self._stream.num_tokens
+        if output.finish_reason:
+            text = stream.end(output.token_ids, output.finish_reason == "stop", offsets)
+        else:
+            text = stream.push(output.token_ids, offsets)
+        if not stream.is_stopped:
+            return output._replace(text=text, offsets=tuple(offsets))
+        kept = slice(stream.num_tokens - num_before)
+        return output._replace(
+            text=text,
+            offsets=tuple(offsets),
+            token_ids=output.token_ids[kept],
+            logprobs=output.logprobs[kept],
+            finish_reason="stop",
+            stop_string=stream.stop_string,
+        )
+
+    def news(self) -> int:
+        """Return the number of its tokens in which no stop string ends, if the ranks are to know it now; else 0."""
+        if not self._has_stop or self.num_tokens - self._num_told < _NEWS_TOKENS:
+            return 0
+        self._num_told = self.num_tokens
+        return self.num_tokens
