@@ -16,6 +16,7 @@ from dcpmla.runtime.request import MAX_UNSEEN_TOKENS, Request
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.loop import ServingLoop
 from dcpmla.serving.messages import Close, Command, Output, Report, Seen, Stop, Submit, pack_command
+from dcpmla.serving.reading import RequestText
 from tests.support.hash_model import BLOCK, HashModel, Letters, alone, alone_ignoring_eos, make_engine
 
 PROMPT = [number % 28 for number in range(10 * BLOCK + 1)]
@@ -222,3 +223,27 @@ def test_a_stop_string_may_come_too_late() -> None:
     assert tokens_of(frontend.of(0)) == alone_ignoring_eos([1, 2], 4)
     assert frontend.of(0)[-1].finish_reason == "length"
     assert engine.allocator.num_free == 200
+
+
+@pytest.mark.parametrize("num_kept", [3, 7])
+def test_at_most_two_steps_follow_a_stop_string(num_kept: int) -> None:
+    """If the front answers each report before the next step."""
+    params = SamplingParams(stop=(Letters().decode(alone_ignoring_eos([1, 2], num_kept)),))
+    text, num_sent = RequestText(Letters(), params, [1, 2]), list[int]()
+
+    class Keen(Frontend):
+        news = b""
+
+        def take(self) -> bytes:
+            packed, self.news = super().take() + self.news, b""
+            return packed
+
+        def send(self, message: object) -> None:
+            for output in message.outputs if isinstance(message, Report) else ():
+                num_sent.append(len(output.token_ids))
+                if len(num_sent) <= num_kept and text.read(output).finish_reason:
+                    self.news = pack_command(Stop(0, text.num_tokens))
+
+    frontend: Any = Keen([submit_long(0, [1, 2], 20, stop=params.stop)], *([] for _ in range(30)))
+    ServingLoop(make_engine(200, tokenizer=Letters()), frontend).run()
+    assert num_kept < sum(num_sent) <= num_kept + 2
