@@ -5,18 +5,24 @@ the engine's clock, which are the same on all ranks. A token that is being sampl
 the search for remembered blocks reads ids.
 """
 
+from array import array
+from collections import deque
+
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.tier import HostTier
 from dcpmla.fields import check_fields, option_label, whole
 from dcpmla.runtime.batch import Batch
 from dcpmla.runtime.costs import TOKEN_COSTS, LoadCosts, PieceCosts, piece_tokens
-from dcpmla.runtime.disk_reads import Readiness
-from dcpmla.runtime.queues import Queues
+from dcpmla.runtime.disk_reads import DiskReads, Readiness
+from dcpmla.runtime.loading import Arriving
 from dcpmla.runtime.request import Request
-from dcpmla.runtime.reuse import PrefixReuse
+from dcpmla.runtime.reuse import Found, PrefixReuse
+
+# Tokens that a prompt may lack without another job's help: a step hardly takes longer with them.
+_SHORT_TOKENS = 64
 
 
-class Scheduler(Queues):
+class Scheduler:
     """Continuous batching: decodes first, then prompts in chunks, first come, first served, with exceptions.
 
     A request waits for blocks that a running one will compute (`ComingBlocks`) or that are read from disks
@@ -24,10 +30,12 @@ class Scheduler(Queues):
     Other requests pass them in the queue.
 
     A request is admitted when there are blocks for all its known tokens, and one more for each running request: a
-    prefill never waits half-way, and is seldom preempted (`Queues`).
+    prefill never waits half-way, and is seldom preempted. It takes other blocks when it reaches them. Where no block is
+    free, the youngest running request gives way: its blocks are freed, and it is computed again later. Its full blocks
+    can be found until they are allocated again.
 
     Args:
-        allocator: Blocks of the cache.
+        allocator: Blocks of the cache, and its states.
         max_num_batched_tokens: Limit of a step's tokens.
         max_num_seqs: Limit of requests that run at the same time.
         costs: Model of the time that pieces of prompts take, which bounds them where requests decode.
@@ -35,6 +43,10 @@ class Scheduler(Queues):
         tier: Content of host memory; None without.
         load_costs, disk_costs: Choices between loading blocks from host memory, from disks, and computing them.
     Attributes:
+        waiting, running: Requests, the oldest running one first.
+        reuse: Search for blocks that requests share.
+        reads: Blocks of waiting requests on their way from disks; None without disks.
+        prefills_elsewhere: Whether other jobs prefill prompts for this one.
         max_absorbed_tokens: Tokens of the largest step that is one graph, if all its pieces are absorbed.
     Raises:
         ValueError: A limit is below 1, or the cache has fewer states than max_num_seqs.
@@ -59,10 +71,15 @@ class Scheduler(Queues):
                 f"max_num_seqs (--max-num-seqs) is {max_num_seqs}, but the cache has {num_states} states, one for each "
                 f"request that runs"
             )
-        tier = tier or HostTier()
+        self.allocator, self.tier, self.costs = allocator, tier or HostTier(), costs
         of_loads = load_costs, disk_costs, costs.least_state_tokens if num_states else 0
-        super().__init__(allocator, PrefixReuse(allocator, enable_prefix_caching, tier, *of_loads), tier)
-        self.costs = costs
+        self.reuse = PrefixReuse(allocator, enable_prefix_caching, self.tier, *of_loads)
+        self.reads = DiskReads(self.reuse, self.tier) if self.tier.disk.blocks.num_slots else None
+        self.prefills_elsewhere = False
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        # The request that did not fit, and the numbers of free and remembered blocks at that time.
+        self._refused: tuple[Request | None, int, int] = (None, 0, 0)
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
         self.max_absorbed_tokens = 0
 
@@ -91,6 +108,120 @@ class Scheduler(Queues):
         self._admit(batch, now, agreed_now)
         batch.arrange(self.costs, self.max_absorbed_tokens)
         return batch
+
+    def check_fits(self, request: Request) -> None:
+        """Raise ValueError if the whole cache is too small for a request.
+
+        A request that fits is served eventually.
+        """
+        num_blocks = self._num_blocks(request.max_seq_len)
+        if num_blocks > self.allocator.num_blocks:
+            raise ValueError(
+                f"a prompt of {len(request.prompt_token_ids)} tokens and {request.params.max_new_tokens} new ones "
+                f"need {num_blocks} blocks "
+                f"of {self.allocator.block_tokens} tokens, but the cache has {self.allocator.num_blocks}; "
+                f"raise --kv-cache-memory-bytes, or shard over more ranks (-dcp)"
+            )
+
+    def remove(self, request: Request) -> None:
+        """Remove a request, running or waiting, and free its blocks."""
+        if not request.block_ids:
+            self.waiting.remove(request)
+        else:
+            self.running.remove(request)
+            self.free(request)
+        self.reuse.remove(request)
+        self.release(request)
+
+    def retire(self, request: Request) -> None:
+        """Remove a running request, but keep its blocks and its state until `free`."""
+        self.running.remove(request)
+        self.reuse.remove(request)
+
+    def put_back(self, request: Request) -> None:
+        """Free a running request's blocks. It is the next to be admitted, and computed again."""
+        self.running.remove(request)
+        self.free(request)
+        self.waiting.appendleft(request)
+
+    def free(self, request: Request) -> None:
+        """Free a request's blocks and its state."""
+        if request.sending is not None:
+            request.sending.retract()
+        self.allocator.free(request.block_ids)
+        request.block_ids = array("q")
+        if request.state is not None:
+            self.allocator.states.free(request.state)
+            request.state = None
+        if request.loading is not None:
+            request.loading.cancel()
+            request.loading = None
+        request.num_computed_tokens = request.num_remembered_blocks = 0
+
+    def was_refused(self, request: Request) -> bool:
+        """Return whether nothing has changed since a request was refused, so that a search for its blocks is futile."""
+        refused, num_free, num_remembered = self._refused
+        is_full = self.allocator.num_free <= num_free and self.allocator.num_remembered == num_remembered
+        return request is refused and is_full
+
+    def take_blocks(self, request: Request, batch: Batch) -> bool:
+        """Take blocks for all known tokens, remembered and new ones, and a state if the cache has any; or nothing."""
+        found = self.reuse.find(request)
+        is_elsewhere = self._is_prefilled_elsewhere(request, found)
+        if is_elsewhere:
+            found = Found(found.blocks)
+        known = found.blocks
+        self.allocator.share(known)
+        num_new = self._num_blocks(request.num_tokens) - len(known)
+        # Each running request may need a block soon. Without one left for it, the new request would be preempted.
+        if num_new + len(self.running) > self.allocator.num_free:
+            self.allocator.free(known)
+            self._refused = request, self.allocator.num_free, self.allocator.num_remembered
+            return False
+        if self.allocator.states.num_states:
+            request.state = self.allocator.states.take()  # there is one for each running request
+            assert request.state is not None
+            if found.state is not None:
+                batch.copies.append((found.state, request.state))
+        request.block_ids = array("q", known + self.allocator.allocate(num_new))
+        if is_elsewhere:
+            request.loading = Arriving()
+            batch.arrivals.append(request)
+        elif found.keys or found.state_key is not None:
+            request.loading = self.reuse.load(found, request.block_ids, request.state)
+            batch.loads.append(request)
+        request.num_remembered_blocks = len(known)
+        request.num_computed_tokens = found.num_blocks * self.allocator.block_tokens
+        return True
+
+    def grow(self, request: Request) -> bool:
+        """Take a block for the next token, if it needs one; return False if the request was preempted itself."""
+        while len(request.block_ids) < self._num_blocks(request.num_computed_tokens + request.num_tried + 1):
+            if self.allocator.num_free:
+                request.block_ids.extend(self.allocator.allocate(1))
+            else:
+                youngest = self.running[-1]
+                youngest.num_preemptions += 1
+                self.put_back(youngest)
+                if youngest is request:
+                    return False
+        return True
+
+    def take_room(self, request: Request, num_drafts: int) -> int:
+        """Return the limit of drafts after a decode's token, and take blocks for them that no other request needs."""
+        num_left = request.params.max_new_tokens - request.num_new_tokens - request.num_tried
+        num_drafts = min(num_drafts, num_left - 1)
+        num_seen = request.num_computed_tokens + request.num_tried + 1
+        num_new = self._num_blocks(num_seen + num_drafts) - len(request.block_ids)
+        spare = self.allocator.num_free - len(self.running)  # each running request may need one
+        if num_new > 0:
+            request.block_ids.extend(self.allocator.allocate(max(0, min(num_new, spare))))
+        return max(0, min(num_drafts, len(request.block_ids) * self.allocator.block_tokens - num_seen))
+
+    def release(self, request: Request) -> None:
+        """Keep nothing for it in host memory."""
+        if self.reads is not None:
+            self.reads.release(request)
 
     def _schedule_decodes(self, batch: Batch) -> None:
         index = 0
@@ -149,3 +280,13 @@ class Scheduler(Queues):
         num_tokens = self.reuse.cut_piece(request, piece_tokens(self.costs, context, limit, batch.room_us))
         batch.add(request, num_tokens)
         batch.room_us -= self.costs.piece_us(num_tokens, context)
+
+    def _is_prefilled_elsewhere(self, request: Request, found: Found) -> bool:
+        """Return whether another job prefills a prompt: one without new tokens of this job, unless it lacks few."""
+        if not self.prefills_elsewhere or request.is_local or request.is_scored or request.keep_logits:
+            return False
+        num_missing = len(request.prompt_token_ids) - found.num_blocks * self.allocator.block_tokens
+        return num_missing > _SHORT_TOKENS and (request.source is not None or not request.token_ids)
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.allocator.block_tokens)

@@ -146,7 +146,7 @@ def _happened(part: Any) -> set[str]:
     return part.__dict__.setdefault("observed_features", set())
 
 
-def _patch_queues(module: ModuleType) -> None:
+def _patch_scheduler(module: ModuleType) -> None:
     def take_blocks(original: Callable[..., bool], self: Any, request: Any, batch: Any) -> bool:
         is_taken = original(self, request, batch)
         if is_taken and request.scheduled_time is None:
@@ -157,7 +157,7 @@ def _patch_queues(module: ModuleType) -> None:
                 _happened(self).add("prefix hits")
         return is_taken
 
-    _wrap(module.Queues, "take_blocks", take_blocks)
+    _wrap(module.Scheduler, "take_blocks", take_blocks)
 
 
 def _patch_runner(module: ModuleType) -> None:
@@ -281,7 +281,7 @@ def _patch_sglang(module: ModuleType) -> None:
 _PATCHES: dict[str, Callable[[ModuleType], None]] = {
     "dcpmla.integrations.transformers": _patch_load_model,
     "dcpmla.integrations.loading": _patch_load_engine,
-    "dcpmla.runtime.queues": _patch_queues,
+    "dcpmla.runtime.scheduler": _patch_scheduler,
     "dcpmla.runtime.runner": _patch_runner,
     "dcpmla.runtime.engine": _patch_engine,
     "dcpmla.integrations.vllm.impl": _patch_vllm,
