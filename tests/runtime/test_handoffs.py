@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcpmla.runtime import queues
+from dcpmla.runtime import scheduler as scheduler_module
 from dcpmla.runtime.grammar import Grammar
 from dcpmla.runtime.progress import Progress
 from dcpmla.runtime.request import Request
@@ -22,7 +22,7 @@ from tests.support.wire import Wire
 @pytest.fixture(autouse=True)
 def _short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let prompts of a few tokens be worth another engine's work."""
-    monkeypatch.setattr(queues, "_SHORT_TOKENS", 2)
+    monkeypatch.setattr(scheduler_module, "_SHORT_TOKENS", 2)
 
 
 @st.composite
@@ -59,7 +59,7 @@ def test_every_request_gets_what_it_gets_alone(
 ) -> None:
     largest = max(-(-(len(prompt) + num_new) // BLOCK) for prompt, num_new, *_ in drawn)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(queues, "_SHORT_TOKENS", 2)
+        patch.setattr(scheduler_module, "_SHORT_TOKENS", 2)
         pair = make_pair(
             largest + num_spare,
             largest + num_spare,
@@ -162,7 +162,7 @@ def test_a_later_turn_pulls_only_what_is_new() -> None:
 
 def test_choices_share_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others find all full blocks, and compute the other tokens."""
-    monkeypatch.setattr(queues, "_SHORT_TOKENS", BLOCK)
+    monkeypatch.setattr(scheduler_module, "_SHORT_TOKENS", BLOCK)
     pair = make_pair()
     prompt = pair.there.prompt([1, 2] * 10)
     requests = [pair.there.add(prompt, SamplingParams(max_new_tokens=4, ignore_eos=True)) for _ in range(3)]
@@ -279,7 +279,7 @@ def test_readers_are_known_until_they_have_read() -> None:
 
 @pytest.mark.parametrize("is_aborted", [False, True])
 def test_a_router_s_prompt_that_is_not_needed_is_freed(is_aborted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queues, "_SHORT_TOKENS", 30)
+    monkeypatch.setattr(scheduler_module, "_SHORT_TOKENS", 30)
     pair, prompt = make_pair(), [6, 2] * 9
     prefill = pair.here.add(prompt, SamplingParams(ignore_eos=True), handoff="by hand")
     list(pair.here.run())

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import dcpmla.cache.blocks as blocks_module
-import dcpmla.runtime.admission as admission_module
+import dcpmla.runtime.engine as engine_module
 import dcpmla.runtime.request as request_module
 from dcpmla.runtime.agreement import News
 from dcpmla.runtime.engine import Engine
@@ -80,7 +80,7 @@ def test_choices_share_a_prompt_whose_blocks_are_hashed_once(monkeypatch: pytest
 
     block_key = blocks_module.block_key
     monkeypatch.setattr(request_module, "block_key", count)
-    monkeypatch.setattr(admission_module, "Request", Kept)
+    monkeypatch.setattr(engine_module, "Request", Kept)
     frontend = run(make_engine(200), [submit([*range(16)], PROMPT)])
     assert hashed == [BLOCK] * 10
     assert len({id(request.prompt_token_ids) for request in requests}) == 1 < len(requests)
