@@ -33,10 +33,14 @@ class Parser(argparse.ArgumentParser):
         self._fill = fill
 
     def filled(self) -> "Parser":
-        """Add the arguments, and return the parser."""
+        """Add the arguments, whose help then shows their defaults, and return the parser."""
         fill, self._fill = self._fill, None
         if fill is not None:
             fill(self)
+            for action in self._actions:
+                is_shown = action.default not in (None, False, (), argparse.SUPPRESS) and action.default != []
+                if is_shown and action.help is not None and "%(default)" not in action.help:
+                    action.help = f"{action.help.removesuffix('.')}. Default: %(default)s."
         return self
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
