@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
         if fill is not None:
             fill(self)
             for action in self._actions:
-                is_shown = action.default not in (None, False, (), argparse.SUPPRESS) and action.default != []
+                is_shown = action.default is not False and action.default not in (None, (), [], argparse.SUPPRESS)
                 if is_shown and action.help is not None and "%(default)" not in action.help:
                     action.help = f"{action.help.removesuffix('.')}. Default: %(default)s."
         return self

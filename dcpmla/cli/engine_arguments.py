@@ -27,6 +27,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, dcp_sizes: Callable[[s
     options = {"exchange_timeout": "--dcp-exchange-timeout", "check_exchange": "--dcp-check-exchange"}
     changes: dict[str, dict[str, Any]] = {
         "exchange_timeout": {"type": seconds, "metavar": "S"},
+        "block_size": {"type": int},  # the dataclass checks it
         "kv_cache_dtype": {"choices": (*KV_CACHE_DTYPES, "fp8_e4m3")},
     }
     add_fields(parser, DCPConfig, "layout of the cache", layout, options, changes)

@@ -65,7 +65,7 @@ def test_the_help_shows_every_default(command: str) -> None:
     parser = commands.choices[command].filled()
     text = " ".join(parser.format_help().split())
     for action in parser._actions:
-        if action.default not in (None, False, (), argparse.SUPPRESS) and action.default != []:
+        if action.default is not False and action.default not in (None, (), [], argparse.SUPPRESS):
             assert f"efault: {action.default}" in text, action.option_strings
     if command in ("generate", "serve"):
         assert "Limit of one step's tokens. Default: 8192." in text
