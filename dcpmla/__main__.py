@@ -39,8 +39,9 @@ class Parser(argparse.ArgumentParser):
             fill(self)
             for action in self._actions:
                 is_shown = action.default is not False and action.default not in (None, (), [], argparse.SUPPRESS)
-                if is_shown and action.help is not None and "%(default)" not in action.help:
-                    action.help = f"{action.help.removesuffix('.')}. Default: %(default)s."
+                if is_shown and action.help is not None:
+                    text = action.help.removesuffix(" (default: %(default)s)")  # argparse adds it before Python 3.13
+                    action.help = f"{text.removesuffix('.')}. Default: %(default)s."
         return self
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:

@@ -28,25 +28,25 @@ class ServeOptions:
     Attributes:
         host: Address to listen on, of the first rank's host. 0.0.0.0 listens to other machines, too: give a key then.
         port: Port to listen on; 0 is any that is free. The line `serving on http://...` shows it.
-        served_model_name: Name of the model in `/v1/models`, by default --model as it is given. A request may name this
-            model or none.
+        served_model_name: Name of the model in `/v1/models`, by default `--model` as it is given. A request may name
+            this model or none.
         chat_template: File of a chat template in place of the model's, on the first rank's host.
         tool_call_parser: Format of tool calls in place of the model's, under vLLM's name.
         reasoning_parser: Format of reasoning in place of the model's, under vLLM's name.
         role: Part of the work: "prefill" computes prompts for servers with "decode" (docs/disaggregation.md); "both"
             serves alone, and registers nothing for transfers.
-        prefill_servers: URLs of the servers with --role prefill that compute prompts for this one, with --role decode.
-            Each is connected when it answers, and again when it has restarted.
+        prefill_servers: URLs of the servers with `--role prefill` that compute prompts for this one, with `--role
+            decode`. Each is connected when it answers, and again when it has restarted.
         api_key: Key that every route but `/health` and `/ping` requires, as `Authorization: Bearer KEY` or
             `x-api-key: KEY`; by default the variable DCPMLA_API_KEY, else none. Other users of the host see options,
             but not variables.
-        transfer_key: Key that servers with --role prefill and --role decode have in common, and clients have not, in
-            place of the API key on `/kv/*` alone; by default the variable DCPMLA_TRANSFER_KEY, else none. Beyond
-            loopback addresses a server of either role does not start without it.
+        transfer_key: Key that servers with `--role prefill` and `--role decode` have in common, and clients have not,
+            in place of the API key on `/kv/*` alone; by default the variable DCPMLA_TRANSFER_KEY, else none. It is not
+            the API key. Beyond loopback addresses a server of either role does not start without it.
         allowed_origins: Origins whose web pages may use the server (CORS), such as https://chat.example; * is any, the
             default with a key. A preflight request needs no key. Without a key other pages get 403, and on a loopback
             address so does each request for another host's name, unless * is allowed.
-        max_waiting: Limit of requests beyond the --max-num-seqs that run; more get 429 with `Retry-After`.
+        max_waiting: Limit of requests beyond the `--max-num-seqs` that run; more get 429 with `Retry-After`.
         request_timeout: Seconds after which a request ends with 504.
         drain_seconds: Seconds that running requests have after a SIGTERM.
     """
