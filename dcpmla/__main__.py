@@ -33,10 +33,15 @@ class Parser(argparse.ArgumentParser):
         self._fill = fill
 
     def filled(self) -> "Parser":
-        """Add the arguments, and return the parser."""
+        """Add the arguments, whose help then shows their defaults, and return the parser."""
         fill, self._fill = self._fill, None
         if fill is not None:
             fill(self)
+            for action in self._actions:
+                is_shown = action.default is not False and action.default not in (None, (), [], argparse.SUPPRESS)
+                if is_shown and action.help is not None:
+                    text = action.help.removesuffix(" (default: %(default)s)")  # argparse adds it before Python 3.13
+                    action.help = f"{text.removesuffix('.')}. Default: %(default)s."
         return self
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,7 @@ rule.
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Annotated, Any, TypeGuard, get_origin, get_type_hints
 
@@ -17,12 +17,14 @@ class Rule:
     """A rule for a field's value: in words for the message, and as a test that takes a value of any type.
 
     Attributes:
-        choices: All values that it allows, if these are some texts.
+        choices: All values that it allows besides None, if these are some texts.
+        items: Rule of each item of a sequence.
     """
 
     words: str
     holds: Callable[[object], bool]
     choices: tuple[str, ...] = ()
+    items: "Rule | None" = None
 
 
 def whole(low: int, high: int | None = None) -> Rule:
@@ -64,7 +66,7 @@ def only(value: object) -> Rule:
 
 def optional(rule: Rule) -> Rule:
     """Return a rule that takes None, too."""
-    return Rule(f"{rule.words}, or none", lambda value: value is None or rule.holds(value))
+    return replace(rule, words=f"{rule.words}, or none", holds=lambda value: value is None or rule.holds(value))
 
 
 def list_of(rule: Rule, length: int | None = None) -> Rule:
@@ -87,7 +89,8 @@ def instance_of(kind: type) -> Rule:
 
 def tuple_of(rule: Rule) -> Rule:
     """Return the rule of tuples whose items all keep to a rule."""
-    return Rule(f"a tuple, each {rule.words}", lambda value: isinstance(value, tuple) and all(map(rule.holds, value)))
+    words = f"a tuple, each {rule.words}"
+    return Rule(words, lambda value: isinstance(value, tuple) and all(map(rule.holds, value)), items=rule)
 
 
 def either(first: Rule, second: Rule) -> Rule:

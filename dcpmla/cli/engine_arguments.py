@@ -6,12 +6,11 @@ from dataclasses import fields
 from typing import Any
 
 from dcpmla.cli.field_options import add_fields
-from dcpmla.cli.options import add_job_arguments, positive, seconds
+from dcpmla.cli.options import add_job_arguments, seconds
 from dcpmla.config import KV_CACHE_DTYPES, DCPConfig
 from dcpmla.integrations.engine_options import EngineOptions
 
 _APART = ("tensor_parallel_size", "decode_context_parallel_size", "context_workspace_tokens")
-_COUNTS = ("max_num_batched_tokens", "max_num_seqs", "kv_cache_memory_bytes", "num_speculative_tokens")
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser, dcp_sizes: Callable[[str], object] = int) -> None:
@@ -26,10 +25,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser, dcp_sizes: Callable[[s
     add("--max-model-len", type=int, metavar="L", help="longest sequence, prompt and answer; default: the model's")
     layout = [field.name for field in fields(DCPConfig) if field.name not in _APART]
     options = {"exchange_timeout": "--dcp-exchange-timeout", "check_exchange": "--dcp-check-exchange"}
-    changes: dict[str, dict[str, Any]] = {name: {"type": positive, "metavar": "N"} for name in _COUNTS}
-    changes["exchange_timeout"] = {"type": seconds, "metavar": "S"}
-    changes["kv_cache_dtype"] = {"choices": (*KV_CACHE_DTYPES, "fp8_e4m3")}
+    changes: dict[str, dict[str, Any]] = {
+        "exchange_timeout": {"type": seconds, "metavar": "S"},
+        "block_size": {"type": int},  # the dataclass checks it
+        "kv_cache_dtype": {"choices": (*KV_CACHE_DTYPES, "fp8_e4m3")},
+    }
     add_fields(parser, DCPConfig, "layout of the cache", layout, options, changes)
-    add_fields(parser, EngineOptions, "engine", changes=changes)
+    add_fields(parser, EngineOptions, "engine")
     parser.set_defaults(cp_kv_cache_interleave_size=None)  # it depends on other options (`layout`)
     add_job_arguments(parser)

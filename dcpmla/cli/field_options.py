@@ -3,8 +3,8 @@
 import argparse
 import inspect
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import Field, fields
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, Field, fields
 from typing import Any, get_args, get_type_hints
 
 from dcpmla.fields import Rule, rules_of
@@ -28,16 +28,15 @@ def add_fields(
         title: Title of the group in --help.
         names: Names of the fields; None for all.
         options: Names of options that are not the field's: "--dcp-check-exchange" of check_exchange.
-        changes: Arguments of `add_argument` in place of those that a field's type and rule give.
+        changes: Arguments of `add_argument` that a field's type, rule and default do not give.
     """
     group, rules, types, texts = parser.add_argument_group(title), rules_of(kind), get_type_hints(kind), texts_of(kind)
     for field in fields(kind):
         name = field.name
         if names is None or name in names:
-            keywords = (changes or {}).get(name) or _keywords(field, types[name], rules.get(name))
+            keywords = _keywords(field, types[name], rules.get(name)) | (changes or {}).get(name, {})
             option = (options or {}).get(name, "--" + name.replace("_", "-"))
-            keywords = {"default": field.default, "help": _help(texts.get(name, ""), field.default)} | keywords
-            group.add_argument(option, dest=name, **keywords)
+            group.add_argument(option, dest=name, help=texts.get(name, "").replace("%", "%%"), **keywords)
 
 
 def texts_of(kind: type) -> dict[str, str]:
@@ -48,15 +47,32 @@ def texts_of(kind: type) -> dict[str, str]:
 
 
 def _keywords(field: Field[Any], hint: Any, rule: Rule | None) -> dict[str, Any]:
-    """Return the arguments of `add_argument` that say which values an option takes."""
+    """Return the arguments of `add_argument` for an option's default, and for the values that it takes."""
+    keywords: dict[str, Any] = {"default": None if field.default is MISSING else field.default}
     if hint is bool:
-        return {"action": argparse.BooleanOptionalAction if field.default else "store_true"}
+        return keywords | {"action": argparse.BooleanOptionalAction if field.default else "store_true"}
     if rule is not None and rule.choices:
-        return {"choices": rule.choices}
-    (kind,) = (each for each in _METAVARS if each is hint or each in get_args(hint))
-    return {"type": kind, "metavar": _METAVARS[kind]}
+        return keywords | {"choices": rule.choices}
+    kind = _scalar(hint)
+    if rule is not None and rule.items is not None:
+        keywords |= {"nargs": "+", "type": _reader(kind, rule.items)}
+    else:  # floats and texts are checked by the dataclass
+        keywords["type"] = _reader(kind, rule) if kind is int and rule is not None else kind
+    return keywords | {"metavar": _METAVARS[kind]}
 
 
-def _help(text: str, default: object) -> str:
-    is_shown = default not in (None, ()) and not isinstance(default, bool)
-    return (f"{text} Default: {default}." if is_shown else text).replace("%", "%%")
+def _scalar(hint: Any) -> Any:
+    """Return the type of an option's values: int of `int | None`, str of `Sequence[str]`."""
+    return hint if hint in _METAVARS else next(filter(None, map(_scalar, get_args(hint))), None)
+
+
+def _reader(kind: type, rule: Rule) -> Callable[[str], Any]:
+    """Return a function that reads a value for argparse, and checks it by its rule."""
+
+    def read(text: str) -> Any:
+        value = int(text) if kind is int and text.removeprefix("-").isdecimal() else text
+        if not rule.holds(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {rule.words}")
+        return value
+
+    return read

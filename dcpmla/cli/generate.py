@@ -13,7 +13,7 @@ from dcpmla.bench.results import dtype_name
 from dcpmla.cache.formats import format_name
 from dcpmla.cli.engine_arguments import add_engine_arguments
 from dcpmla.cli.field_options import add_fields
-from dcpmla.cli.options import build_engine, dcp_config, positive, seed, start, token_ids
+from dcpmla.cli.options import build_engine, dcp_config, seed, start, token_ids
 from dcpmla.cli.output import OutputLines, check_writable, is_same_path, open_output_lines, write_arrays, write_json
 from dcpmla.cli.prompts import SAMPLING_OPTIONS, Prompt, prompts_from_file, prompts_from_options
 from dcpmla.comm.select import ChosenExchange
@@ -41,10 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     outputs = "a line for each prompt of --prompt-file; a rerun adds the missing ones"
     add("--output-file", type=Path, metavar="OUT.jsonl", help=outputs)
     changes: dict[str, dict[str, Any]] = {
-        "max_new_tokens": {"type": positive, "metavar": "K"},
-        "seed": {"type": seed, "metavar": "N"},
-        "stop": {"action": "append", "default": [], "metavar": "TEXT"},
-        "stop_token_ids": {"type": token_ids, "default": [], "metavar": "5,6,7"},
+        "top_k": {"type": int},  # the dataclass checks it
+        "seed": {"type": seed},
+        "stop": {"action": "append", "default": [], "nargs": None, "type": str},
+        "stop_token_ids": {"type": token_ids, "default": [], "nargs": None, "metavar": "5,6,7"},
     }
     add_fields(parser, SamplingParams, "choice of tokens", SAMPLING_OPTIONS, changes=changes)
     add("--json", type=Path, metavar="OUT.json", help="write tokens, texts and measurements")

@@ -9,14 +9,16 @@ from itertools import product
 from pathlib import Path
 
 from dcpmla.bench.plots import check_outputs
+from dcpmla.cli.field_options import add_fields
 from dcpmla.cli.options import format_list, positive, positive_list
 from dcpmla.cli.output import write_json
 from dcpmla.cli.plan_prompts import PromptPlan
 from dcpmla.cli.plan_report import measured_report, plot, report
 from dcpmla.cli.plan_split import SplitPlan
 from dcpmla.cli.plan_tiers import TierPlan, check_sizes
-from dcpmla.config import INDEX_CACHE_DTYPES, DCPConfig
-from dcpmla.fields import check_fields, divisors, option_label, whole
+from dcpmla.config import DCPConfig
+from dcpmla.fields import check_fields, divisors, option_label, rules_of, whole
+from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.families.table import family_of
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
@@ -28,7 +30,16 @@ from dcpmla.planning.servers import Traffic
 from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
 
-_LIMITS = dict.fromkeys(("input_len", "max_num_batched_tokens"), whole(1, 1 << 24))
+_LAYOUT = ("num_gpus", "index_cache_dtype", "num_speculative_tokens", "acceptance_rate")  # of `Setting`
+_ENGINE = (
+    "max_num_batched_tokens",
+    "kv_offloading_size",
+    "kv_offloading_disk_size",
+    "enable_expert_parallel",
+    "expert_dtype",
+    "speculative_method",
+)
+_LIMITS = {"input_len": rules_of(Traffic)["input_len"], "max_num_batched_tokens": whole(1, 1 << 24)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,36 +57,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-tp", "--tensor-parallel-size", type=positive_list, default="8", metavar="N,...", help=tp)
     dcp = "ranks that share one cache; default: all that divide tp"
     add("-dcp", "--decode-context-parallel-size", type=positive_list, metavar="D,...", help=dcp)
-    experts = "spread experts whole over the ranks instead of cutting each"
-    add("--enable-expert-parallel", action="store_true", help=experts)
-    in_fp8 = "fp8: experts that are stored in e2m1 (DeepSeek-V4) are held in 8 bits"
-    add("--expert-dtype", choices=("auto", "fp8"), default="auto", help=in_fp8)
-    gpus = "of the whole job: replicas of the TP group share its batch; default: one TP group"
-    add("--num-gpus", type=positive, metavar="N", help=gpus)
     add("--kv-cache-dtype", type=format_list, default="bf16", metavar="F,...", help=f"of {', '.join(FORMATS)}")
-    index = "of the index cache of sparse MLA and DeepSeek-V4; auto: bf16"
-    add("--index-cache-dtype", choices=INDEX_CACHE_DTYPES, default="auto", help=index)
     add("--batch", type=positive, default=32, metavar="B", help="requests that decode at once, on the whole job")
     add("--context", type=positive, default=131072, metavar="S", help="tokens of each of them")
-    add("--input-len", type=positive, default=8192, metavar="N", help="tokens of a prompt to predict")
-    limit = "limit of a step's tokens, pieces of prompts among them"
-    add("--max-num-batched-tokens", type=positive, default=8192, metavar="N", help=limit)
-    module = "mtp: the bytes of the MTP module count, its weights and its layer of the cache"
-    add("--speculative-method", choices=("none", "ngram", "mtp"), default="none", help=module)
-    drafts = "drafts of each request that a step verifies; their making is not counted"
-    add("--num-speculative-tokens", type=int, default=0, metavar="K", help=drafts)
-    rate = "probability that a draft is accepted, if those before it are"
-    add("--acceptance-rate", type=float, default=0.8, metavar="P", help=rate)
-    host = "host memory for cached blocks, of all ranks of a TP group: what it holds, and times to load contexts"
-    add("--kv-offloading-size", type=float, metavar="GIB", help=host)
-    disks = "disks for cached blocks, likewise; goes with --kv-offloading-size"
-    add("--kv-offloading-disk-size", type=float, metavar="GIB", help=disks)
-    rate = "requests that arrive in a second: GPUs are divided into prefill and decode servers of the sizes in -tp"
-    add("--request-rate", type=float, metavar="R", help=rate)
-    add("--output-len", type=positive, default=512, metavar="N", help="new tokens of such a request, after --input-len")
     add("--measured", type=Path, metavar="BENCH.json", help="print the rows of this file with their predictions")
     add("--json", type=Path, metavar="OUT.json", help="write the plan")
     add("--plot", type=Path, metavar="OUT.png", help="draw step times and capacities; needs the extra plot")
+    add_fields(parser, Setting, "layout and drafts", _LAYOUT)
+    add_fields(parser, EngineOptions, "engine", _ENGINE)
+    lengths = dict.fromkeys(("input_len", "output_len"), {"type": positive})
+    add_fields(parser, Traffic, "requests that arrive", changes=lengths)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -5,14 +5,15 @@ from typing import Any
 
 from dcpmla.cli.output import align
 from dcpmla.cli.plan_prompts import PromptPlan
-from dcpmla.fields import check_fields, number, option_label, optional
+from dcpmla.fields import check_fields, option_label, rules_of
+from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.planning.machine import Machine
 from dcpmla.planning.recommend import Plan
 from dcpmla.planning.tiers import load_costs, make_tiers, shortest_load
 from dcpmla.planning.weights import ModelSize
 
 _LENGTHS = (1 << 15, 1 << 17, 1 << 19)  # tokens of the contexts whose loads are printed, besides the plan's own
-_SIZES = dict.fromkeys(("kv_offloading_size", "kv_offloading_disk_size"), optional(number(0, above=True)))
+_SIZES = ("kv_offloading_size", "kv_offloading_disk_size")
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class ContextLoad:
 
 def check_sizes(kv_offloading_size: float | None, kv_offloading_disk_size: float | None) -> None:
     """Raise ValueError for sizes of tiers that are not positive, or disks without host memory."""
-    check_fields(_SIZES, dict(zip(_SIZES, (kv_offloading_size, kv_offloading_disk_size), strict=True)), option_label)
+    sizes = dict(zip(_SIZES, (kv_offloading_size, kv_offloading_disk_size), strict=True))
+    check_fields(rules_of(EngineOptions), sizes, option_label)
     if kv_offloading_disk_size is not None and kv_offloading_size is None:
         disk = f"{option_label('kv_offloading_disk_size')} is {kv_offloading_disk_size:g}"
         host = option_label("kv_offloading_size")

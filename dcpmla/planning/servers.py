@@ -13,14 +13,14 @@ class Traffic:
     """Requests that arrive as a Poisson process, all of the same lengths.
 
     Attributes:
-        request_rate: Number of requests a second.
-        input_len: Number of tokens of a prompt.
-        output_len: Number of new tokens of a request.
+        request_rate: Requests that arrive in a second. `plan` divides GPUs into prefill and decode servers for them.
+        input_len: Tokens of a prompt.
+        output_len: New tokens of a request that arrives.
     """
 
     request_rate: Annotated[float, number(0, 1e6, above=True)]
-    input_len: Annotated[int, whole(1, 1 << 24)]
-    output_len: Annotated[int, whole(2, 1 << 24)]
+    input_len: Annotated[int, whole(1, 1 << 24)] = 8192
+    output_len: Annotated[int, whole(2, 1 << 24)] = 512
 
     def __post_init__(self) -> None:
         check_fields(rules_of(Traffic), vars(self), option_label)

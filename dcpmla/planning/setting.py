@@ -3,25 +3,31 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from dcpmla.config import DCPConfig
-from dcpmla.fields import check_fields, number, one_of, option_label, rules_of, whole
+from dcpmla.config import INDEX_CACHE_DTYPES, DCPConfig
+from dcpmla.fields import check_fields, number, one_of, option_label, optional, rules_of, whole
 from dcpmla.planning.capacity import FORMATS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Layout and cache of a model, and the GPUs of the job (None: one TP group), with a replica in each TP group.
+    """Layout and cache of a model, and the GPUs of the job.
 
-    With enable_expert_parallel a rank has its share of the experts whole, instead of a slice of every one. A step
-    verifies num_speculative_tokens drafts of each request, each accepted with probability acceptance_rate if all drafts
-    before it are; the time of drafting is not counted.
+    Attributes:
+        tp: Ranks that cut the heads.
+        dcp: Ranks that share one cache.
+        kv_cache_dtype: Format of the cache.
+        num_gpus: GPUs of the whole job: replicas of the TP group share its batch. By default one TP group.
+        index_cache_dtype: Format of the index cache of sparse MLA and DeepSeek-V4; "auto" is bf16.
+        enable_expert_parallel: Whether a rank has its share of the experts whole, instead of a slice of every one.
+        num_speculative_tokens: Drafts of each request that a step verifies. The time of drafting is not counted.
+        acceptance_rate: Probability that a draft is accepted if all drafts before it are.
     """
 
     tp: int
     dcp: int
     kv_cache_dtype: Annotated[str, one_of(FORMATS)]
-    num_gpus: int | None = None
-    index_cache_dtype: str = "auto"
+    num_gpus: Annotated[int | None, optional(whole(1))] = None
+    index_cache_dtype: Annotated[str, one_of(INDEX_CACHE_DTYPES)] = "auto"
     enable_expert_parallel: bool = False
     num_speculative_tokens: Annotated[int, whole(0, 15)] = 0
     acceptance_rate: Annotated[float, number(0, 1)] = 0.8

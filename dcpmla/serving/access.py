@@ -15,13 +15,13 @@ _OF_SERVERS = "/kv/"
 def guarded(app: ASGIApp, settings: Settings) -> ASGIApp:
     """Return an application that requires the keys, and sends answers to web pages of allowed origins.
 
-    A browser's preflight request has no key and needs none. Without a key, pages of other origins are
-    refused, and so are requests for hosts that `settings.hosts` does not have: a page's own name may lead here, too.
+    A browser's preflight request has no key and needs none. Without a key, pages of other origins are refused, and
+    so are requests for hosts that `settings.own_names` does not have: a page's own name may lead here, too.
     """
     app = _with_keys(app, settings.api_key, settings.server_key)
-    if settings.api_key is None and "*" not in settings.allowed_origins:
+    if settings.api_key is None and "*" not in settings.origins:
         app = _without_pages(app, settings)
-    return CORSMiddleware(app, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"])
+    return CORSMiddleware(app, allow_origins=settings.origins, allow_methods=["*"], allow_headers=["*"])
 
 
 def _with_keys(app: ASGIApp, api_key: str | None, server_key: str | None) -> ASGIApp:
@@ -46,8 +46,8 @@ def _with_keys(app: ASGIApp, api_key: str | None, server_key: str | None) -> ASG
 
 def _without_pages(app: ASGIApp, settings: Settings) -> ASGIApp:
     """Return an application that refuses web pages of other origins, by the headers that browsers send."""
-    origins = {origin.encode() for origin in settings.allowed_origins}
-    hosts = {name.encode() for name in settings.hosts}
+    origins = {origin.encode() for origin in settings.origins}
+    hosts = {name.encode() for name in settings.own_names}
 
     async def check_page(scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope.get("headers", []))

@@ -70,20 +70,13 @@ class CountBody(ChatRequest):
         """Forget unknown fields.
 
         Raises:
-            ApiError: A field would change the answer, and is not served.
+            ApiError: A field would change the answer and is not served, or is misspelt.
         """
-        extra = self.model_extra or {}
-        own = {name: value for name, value in extra.items() if name in _REFUSED}
-        for name, value in own.items():
-            refuse(name, value, _REFUSED[name], "leave it out")
-        check_fields_of_body({name: value for name, value in extra.items() if name not in own})
-        for name in SamplingFields.model_fields.keys() & extra.keys():
-            refuse(name, extra[name], (), "this route does not have it")
+        check_fields_of_body(self, _REFUSED, elsewhere=SamplingFields.model_fields)
         for name, value in ((self.output_config and self.output_config.model_extra) or {}).items():
             refuse(f"output_config.{name}", value, None if name in _HINTS else (), "leave it out")
         if not all(map(_keeps_thinking, (self.context_management or {}).values())):
             raise ApiError(400, "context_management is not supported; leave it out", param="context_management")
-        extra.clear()  # The answer may take minutes.
 
     def conversation(self) -> Conversation:
         history = History()

@@ -232,7 +232,7 @@ class Api:
             settings, model = self._settings, self._engine.ready()
             self._form = Chats(
                 model,
-                settings.chat_template,
+                settings.template,
                 settings.tool_call_parser,
                 settings.reasoning_parser,
                 self._background(model),

@@ -141,7 +141,7 @@ class TokenizeBody(ChatFields):
 
     def model_post_init(self, context: Any, /) -> None:
         """Raise ApiError if a field would change the tokens and is not served, or for no text or two."""
-        check_fields_of_body(self.model_extra or {})
+        check_fields_of_body(self)
         if (self.prompt is None) == (self.messages is None):
             raise ApiError(400, "give either prompt or messages", param="prompt")
         check_messages(self.messages or [])

@@ -39,8 +39,6 @@ def serve_http(
     connection: socket.socket,
     listener: socket.socket,
     settings: Settings,
-    max_waiting: int,
-    drain_seconds: float,
     limits: Limits | None = None,
 ) -> None:
     """Serve until the ranks have stopped or failed.
@@ -48,9 +46,7 @@ def serve_http(
     Args:
         connection: Socket to the first rank.
         listener: Socket that clients connect to.
-        settings: Choices of the user.
-        max_waiting: Maximum number of requests that wait, in addition to running ones.
-        drain_seconds: Time to finish running requests after the first signal to stop.
+        settings: Options of the server.
         limits: Limits of each client.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -60,21 +56,19 @@ def serve_http(
     limits = limit_connections(limits or Limits())
     worker = Worker(prepare)
     worker.start()  # Later this process has threads, which a fork does not copy.
-    uvloop.run(_serve(connection, listener, settings, max_waiting, drain_seconds, limits, worker))
+    uvloop.run(_serve(connection, listener, settings, limits, worker))
 
 
 async def _serve(
     connection: socket.socket,
     listener: socket.socket,
     settings: Settings,
-    max_waiting: int,
-    drain_seconds: float,
     limits: Limits,
     worker: Worker,
 ) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
-    engine = Engine(reader, Outbox(writer), max_waiting, Metrics())
-    tasks = [asyncio.create_task(_drain(engine, drain_seconds)), asyncio.create_task(_beat(engine.outbox))]
+    engine = Engine(reader, Outbox(writer), settings.max_waiting, Metrics())
+    tasks = [asyncio.create_task(_drain(engine, settings.drain_seconds)), asyncio.create_task(_beat(engine.outbox))]
     prefills = None
     if settings.prefill_servers:
         prefills = Prefills(settings.prefill_servers, engine, settings.server_key)

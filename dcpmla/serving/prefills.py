@@ -43,7 +43,8 @@ class Prefills:
         self._engine = engine
         self._own: Connect | None = None
         self.servers = [
-            PrefillServer(url, self._client, lambda: self._own, engine.outbox.send, self._disconnect) for url in urls
+            PrefillServer(url.rstrip("/"), self._client, lambda: self._own, engine.outbox.send, self._disconnect)
+            for url in urls
         ]
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._tried: dict[int, list[str]] = {}  # servers of each open request that was wanted, the latest one last

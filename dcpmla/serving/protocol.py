@@ -47,7 +47,7 @@ class GenerationFields(SamplingFields):
         """Forget unknown fields.
 
         Raises:
-            ApiError: A field would change the answer and is not served, or contradicts another.
+            ApiError: A field would change the answer and is not served, is misspelt, or contradicts another.
         """
         if self.best_of not in (None, self.num_choices):
             raise ApiError(400, f"best_of is {self.best_of}; it must be n, {self.num_choices}", param="best_of")
@@ -57,9 +57,7 @@ class GenerationFields(SamplingFields):
                 raise ApiError(400, "stream_options needs stream: true", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise ApiError(400, "prompt_logprobs is not supported with stream: true", param="prompt_logprobs")
-        check_fields_of_body(self.model_extra or {})
-        if self.model_extra:
-            self.model_extra.clear()  # The answer may take minutes.
+        check_fields_of_body(self)
 
     def shown(self, *, echo: bool, num_logprobs: int | None, drops_new: bool) -> Shown:
         """Return the parts of the answer that the client asks for."""

@@ -1,11 +1,14 @@
 """Fields that would change an answer, and are not served: those that all routes refuse.
 
-Sources: OpenAI's API reference; the protocols of vLLM's and SGLang's servers. Other names are ignored.
+Sources: OpenAI's API reference; the protocols of vLLM's and SGLang's servers. Other names are in `unknown_fields`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+
+from pydantic import BaseModel
 
 from dcpmla.serving.errors import ApiError
+from dcpmla.serving.unknown_fields import log_ignored, look_alike
 
 # Values that change nothing, by field; null changes nothing either.
 _REFUSED: dict[str, tuple[object, ...]] = {
@@ -102,6 +105,9 @@ _OTHER_ROUTE: dict[str, tuple[object, ...]] = {
     "tools": ([],),
     "top_logprobs": (0,),
 }
+_NONE: Mapping[str, tuple[object, ...]] = {}
+_NOT_HERE = "this route does not have it"
+_MAX_UNKNOWN = 64  # names of a body that are compared with known ones
 _STREAM_OPTIONS: dict[str, tuple[object, ...]] = {"include_obfuscation": (False,)}
 _MESSAGE: dict[str, tuple[object, ...]] = {
     "audio": (),
@@ -113,15 +119,45 @@ _MESSAGE: dict[str, tuple[object, ...]] = {
 }
 
 
-def check_fields_of_body(fields: Mapping[str, object]) -> None:
-    """Raise ApiError if one of a body's fields that have no meaning here would change the answer."""
-    for name, value in fields.items():
+def check_fields_of_body(
+    body: BaseModel,
+    own: Mapping[str, tuple[object, ...]] = _NONE,
+    advice: str = "leave it out",
+    elsewhere: Collection[str] = (),
+) -> None:
+    """Check the fields that a body's class does not have, and forget them, because the answer may take minutes.
+
+    Args:
+        own: Values that change nothing, by the names of fields that this route refuses in its own way.
+        advice: Advice for clients that send one of these fields.
+        elsewhere: Names of fields of other routes, which are refused whatever their value.
+    Raises:
+        ApiError: A field would change the answer, or its name looks like a known one.
+    """
+    fields, extra = type(body).model_fields, body.model_extra or {}
+    unknown = []
+    for name, value in extra.items():
         if value is None:
             continue
-        if name in _MISPLACED:
+        if name in own:
+            refuse(name, value, own[name], advice)
+        elif name in _MISPLACED:
             raise ApiError(400, f"{name} is not supported; {_MISPLACED[name]}", param=name)
-        refuse(name, value, _REFUSED.get(name), "leave it out")
-        refuse(name, value, _OTHER_ROUTE.get(name), "this route does not have it")
+        elif name in elsewhere:
+            refuse(name, value, (), _NOT_HERE)
+        elif name in _REFUSED:
+            refuse(name, value, _REFUSED[name], "leave it out")
+        elif name in _OTHER_ROUTE:
+            refuse(name, value, _OTHER_ROUTE[name], _NOT_HERE)
+        else:
+            unknown.append(name)
+    known = frozenset({*fields, *_MISPLACED, *elsewhere}) if unknown else frozenset()
+    for name in unknown[:_MAX_UNKNOWN]:
+        if meant := look_alike(name, known):
+            more = "" if meant in fields else f" {_MISPLACED.get(meant, _NOT_HERE)}"
+            raise ApiError(400, f"{name} is unknown; did you mean {meant}?{more}", param=name)
+    log_ignored(unknown)
+    extra.clear()
 
 
 def check_fields_of_message(fields: Mapping[str, object], path: str) -> None:

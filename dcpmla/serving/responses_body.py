@@ -90,20 +90,15 @@ class ResponsesBody(ChatRequest):
         """Forget unknown fields.
 
         Raises:
-            ApiError: A field would change the answer, or needs storage, and is not served.
+            ApiError: A field would change the answer or needs storage and is not served, or is misspelt.
         """
-        extra = self.model_extra or {}
-        for name, value in extra.items():
-            refuse(name, value, _REFUSED.get(name), "this server stores nothing and answers at once; leave it out")
-        check_fields_of_body({name: value for name, value in extra.items() if name not in _REFUSED})
-        for name in SamplingFields.model_fields.keys() & extra.keys():
-            refuse(name, extra[name], (), "this route does not have it")
+        advice = "this server stores nothing and answers at once; leave it out"
+        check_fields_of_body(self, _REFUSED, advice, elsewhere=SamplingFields.model_fields)
         check_stream_options(self.stream_options or {})
         for name in self.include or []:
             refuse("include", name, _INCLUDED, f"{name[:100]!r} is not in {', '.join(_INCLUDED)}")
         for name, value in ((self.reasoning and self.reasoning.model_extra) or {}).items():
             refuse(f"reasoning.{name}", value, _REASONING.get(name), "leave it out")
-        extra.clear()  # The answer may take minutes.
 
     @property
     def sampling(self) -> SamplingFields:

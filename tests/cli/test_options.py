@@ -5,12 +5,14 @@ from dataclasses import fields
 
 import pytest
 
+from dcpmla.__main__ import build_parser
 from dcpmla.cli.engine_arguments import add_engine_arguments
 from dcpmla.cli.field_options import texts_of
 from dcpmla.cli.options import graph_lines
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.runtime.sampling import SamplingParams
+from dcpmla.serving.settings import ServeOptions
 from tests.support.hash_model import HashDrafter, make_engine
 
 
@@ -52,10 +54,22 @@ def test_options_are_the_fields_of_layouts_and_engines() -> None:
                 default = None if field.name == "cp_kv_cache_interleave_size" else field.default
                 assert args[field.name] == default
                 assert len(actions[field.name].help or "") > 20
-    assert "Default: 8192." in str(actions["max_num_batched_tokens"].help)
     assert actions["kv_cache_dtype"].choices == ("auto", "bf16", "fp8", "fp8_ds_mla", "fp8_e4m3")
     given = parser.parse_args(["--model", "m", "--no-enable-prefix-caching", "--dcp-check-exchange"])
     assert (given.enable_prefix_caching, given.check_exchange) == (False, True)
+
+
+@pytest.mark.parametrize("command", ["generate", "serve", "plan", "doctor"])
+def test_the_help_shows_every_default(command: str) -> None:
+    (commands,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    parser = commands.choices[command].filled()
+    text = " ".join(parser.format_help().split())
+    for action in parser._actions:
+        if action.default is not False and action.default not in (None, (), [], argparse.SUPPRESS):
+            assert f"efault: {action.default}" in text, action.option_strings
+    if command in ("generate", "serve"):
+        assert "Limit of one step's tokens. Default: 8192." in text
+        assert {group.title for group in parser._action_groups} >= {"layout of the cache", "engine"}
 
 
 def test_texts_of_fields_are_read_from_docstrings() -> None:
@@ -64,3 +78,4 @@ def test_texts_of_fields_are_read_from_docstrings() -> None:
     assert texts["attention_backend"] == texts["prefill_backend"]
     assert {field.name for field in fields(SamplingParams)} == texts_of(SamplingParams).keys()
     assert {field.name for field in fields(EngineOptions)} == texts_of(EngineOptions).keys()
+    assert {field.name for field in fields(ServeOptions)} == texts_of(ServeOptions).keys()

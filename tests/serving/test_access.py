@@ -15,8 +15,6 @@ from dcpmla.serving.settings import Settings
 from dcpmla.serving.worker import Worker
 from tests.serving.test_client import make_engine
 
-LOCAL = ("localhost", "127.0.0.1", "[::1]")
-
 
 async def answer(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -44,25 +42,25 @@ def ask(app: Any, path: str = "/v1/models", **headers: str) -> httpx2.Response:
 ])  # fmt: skip
 def test_names_of_a_local_server_without_a_key(host: str, status: int) -> None:
     """A page may give its own name this address (DNS rebinding), and is then no page of another origin."""
-    assert ask(guarded(answer, Settings("m", None, 9, hosts=LOCAL)), Host=host).status_code == status
-    assert ask(guarded(answer, Settings("m", None, 9, ("*",), hosts=LOCAL)), Host=host).status_code == 200
-    assert ask(guarded(answer, Settings("m", None, 9)), Host=host).status_code == 200  # on an outer address
-    assert ask(guarded(answer, Settings("m", "k", 9, hosts=LOCAL)), Host=host).status_code == 401
+    assert ask(guarded(answer, Settings(name="m")), Host=host).status_code == status
+    assert ask(guarded(answer, Settings(name="m", allowed_origins=("*",))), Host=host).status_code == 200
+    assert ask(guarded(answer, Settings(name="m", host="0.0.0.0")), Host=host).status_code == 200  # on an outer address
+    assert ask(guarded(answer, Settings(name="m", api_key="k")), Host=host).status_code == 401
 
 
 @pytest.mark.parametrize(
     ("allowed", "status"), [((), 403), (("https://a.example",), 403), (("https://b.example",), 200)]
 )
 def test_pages_of_other_origins_without_a_key(allowed: tuple[str, ...], status: int) -> None:
-    response = ask(guarded(answer, Settings("m", None, 9, allowed)), Origin="https://b.example")
+    response = ask(guarded(answer, Settings(name="m", allowed_origins=allowed)), Origin="https://b.example")
     assert response.status_code == status
     assert ("access-control-allow-origin" in response.headers) == (status == 200)
-    assert ask(guarded(answer, Settings("m", None, 9, allowed))).status_code == 200
+    assert ask(guarded(answer, Settings(name="m", allowed_origins=allowed))).status_code == 200
 
 
 def test_no_redirect_names_the_host_of_a_request() -> None:
     engine, _ = make_engine()
-    app = Api(engine, Settings("m", None, 9), Limits(), Worker(prepare)).app()
+    app = Api(engine, Settings(name="m", host="0.0.0.0"), Limits(), Worker(prepare)).app()
     for path in ("/metrics/", "/health/", "/v1/completions/"):
         response = ask(app, path, Host="evil.example")
         assert response.status_code == 404

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from dcpmla.cli.serve import _origin
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.serving.answers import Answers
 from dcpmla.serving.chat_answers import ChatAnswers
@@ -81,10 +80,3 @@ def test_generation_prompts_and_continued_messages() -> None:
     assert rendered(continue_final_message=True, add_generation_prompt=False) == continued
     messages = [{"role": "assistant", "content": "cd", "reasoning_content": "x"}]
     assert rendered(messages=messages, add_generation_prompt=False) == "<assistant>cd!;"
-
-
-def test_origins() -> None:
-    assert [_origin(text) for text in ("*", "https://a.example:8443")] == ["*", "https://a.example:8443"]
-    for text in ("a.example", "https://a.example/", "https://"):
-        with pytest.raises(Exception, match="is no origin"):
-            _origin(text)

@@ -164,7 +164,7 @@ def test_many_outputs_are_joined_in_one_pass() -> None:
 def test_an_open_request_holds_no_copy_of_its_prompt(fields: dict[str, Any]) -> None:
     """Once it is sent: its answer may take minutes."""
     engine, wire = make_engine(max_num_seqs=5, max_model_len=50_000, num_cache_tokens=50_000)
-    app = Api(engine, Settings("model", None, 30), Limits(), Worker(prepare)).app()
+    app = Api(engine, Settings(name="model", request_timeout=30, host="0.0.0.0"), Limits(), Worker(prepare)).app()
     body = json.dumps({"prompt": [7] * 40_000, **fields}).encode()
     messages = iter([{"type": "http.request", "body": body, "more_body": False}])
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}

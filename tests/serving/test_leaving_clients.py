@@ -95,7 +95,7 @@ def slow_api() -> tuple[Engine, Slow, Api]:
     tokenizer = scripted_tokenizer(TEMPLATE)
     engine.model = replace(Started(tokenizer, "", len(tokenizer), 500_000, 2, 500_000), eos_token_ids=(1,))
     worker = Slow(prepare)
-    return engine, worker, Api(engine, Settings("model", None, 30), Limits(), worker)
+    return engine, worker, Api(engine, Settings(name="model", request_timeout=30, host="0.0.0.0"), Limits(), worker)
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)

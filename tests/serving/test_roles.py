@@ -12,6 +12,7 @@ from torch import nn
 from dcpmla.cli import serve
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.transfers import cache_facts
+from dcpmla.serving.prefills import Prefills
 
 
 def parse(*options: str) -> argparse.Namespace:
@@ -128,8 +129,27 @@ def test_wrong_urls(url: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_slash_at_the_end_is_no_part_of_a_url() -> None:
-    servers = parse("--role", "decode", "--prefill-servers", "http://p:1/", "https://q").prefill_servers
-    assert servers == ["http://p:1", "https://q"]
+    urls = parse("--role", "decode", "--prefill-servers", "http://p:1/", "https://q").prefill_servers
+    engine: Any = SimpleNamespace(outbox=SimpleNamespace(send=print))
+    assert [server.url for server in Prefills(urls, engine, None).servers] == ["http://p:1", "https://q"]
+
+
+def test_origins(capsys: pytest.CaptureFixture[str]) -> None:
+    origins = ["*", "https://a.example:8443"]
+    assert parse("--allowed-origins", *origins).allowed_origins == origins
+    for text in ("a.example", "https://a.example/", "https://"):
+        with pytest.raises(SystemExit):
+            parse("--allowed-origins", text)
+        assert "is not an origin" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options", [["--port", "65536"], ["--port=-1"], ["--request-timeout", "0"], ["--max-waiting", "x"]]
+)
+def test_wrong_numbers(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(*options)
+    assert f"argument {options[0].partition('=')[0]}: '" in capsys.readouterr().err
 
 
 def facts(dcp: DCPConfig | None = None, dtype: str = "bf16", norm: float = 1.0, **config: Any) -> dict[str, str]:

@@ -224,7 +224,7 @@ def test_a_chat_without_a_limit_asks_for_no_more_than_is_served(fields: dict[str
     engine, wire = make_engine(max_num_seqs=5, max_model_len=2_000_000, num_cache_tokens=2_000_000)
     tokenizer = scripted_tokenizer("{% for m in messages %}a{% endfor %}")
     engine.model = replace(engine.ready(), tokenizer=tokenizer, vocab_size=len(tokenizer))
-    app = Api(engine, Settings("model", None, 30), Limits(), Worker(prepare)).app()
+    app = Api(engine, Settings(name="model", request_timeout=30, host="0.0.0.0"), Limits(), Worker(prepare)).app()
 
     async def ask() -> int:
         body = {"messages": [{"role": "user", "content": "a"}], **fields}

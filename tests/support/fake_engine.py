@@ -47,8 +47,8 @@ class FakeEngine:
         listener = listen("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        settings = Settings("model", KEY, 30)
-        self.process = start_process(serve_http, (theirs, listener, settings, 4, 1, LIMITS))
+        settings = Settings(name="model", api_key=KEY, request_timeout=30, max_waiting=4, drain_seconds=1)
+        self.process = start_process(serve_http, (theirs, listener, settings, LIMITS))
         theirs.close()
         listener.close()
         self.open: dict[int, int] = {}  # Kinds of prompts by request id.

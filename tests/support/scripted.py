@@ -111,14 +111,8 @@ def serve_script(tokenizer: Any, script: Script, **settings: Any) -> Iterator[Ru
     ours, other_end = socket.socketpair()
     listener = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    arguments = (
-        other_end,
-        listener,
-        Settings(**{"name": "scripted", "api_key": KEY, "request_timeout": 60, **settings}),
-        16,
-        1,
-    )
-    process = start_process(serve_http, arguments)
+    options = {"name": "scripted", "api_key": KEY, "request_timeout": 60, "max_waiting": 16, "drain_seconds": 1}
+    process = start_process(serve_http, (other_end, listener, Settings(**{**options, **settings})))
     other_end.close()
     listener.close()
     model = ScriptedModel(tokenizer, script, ours)

@@ -81,7 +81,7 @@ class Ranks:
     def app(
         self, role: str, prefills: Prefills | None = None, transfer_key: str | None = None, worker: Any = None
     ) -> Any:
-        settings = Settings("model", KEY, 600, role=role, transfer_key=transfer_key)
+        settings = Settings(name="model", api_key=KEY, request_timeout=600, role=role, transfer_key=transfer_key)
         return Api(self.engine, settings, Limits(), worker or Worker(prepare), prefills).app()
 
 
