@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from dcpmla.runtime.batch import Batch, Piece
+from dcpmla.runtime.draws import log_sums, ranks_of
 from dcpmla.runtime.request import Request, TokenLogprobs
-from dcpmla.runtime.sampling import NOT_FINITE, log_sums, ranks_of
+from dcpmla.runtime.sampling import NOT_FINITE
 from dcpmla.upload import upload
 
 _ID_BITS = 31  # bits per token id

@@ -2,7 +2,7 @@
 
 import torch
 
-from dcpmla.runtime.sampling import log_sums, ranks_of
+from dcpmla.runtime.draws import log_sums, ranks_of
 
 
 def test_log_sums() -> None:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from dcpmla.runtime.draws import draw_tokens, nucleus
 from dcpmla.runtime.request import Request, new_generator
-from dcpmla.runtime.sampling import SamplingParams, draw_tokens, nucleus, sample
+from dcpmla.runtime.sampling import SamplingParams, sample
 from tests.attention.test_small_kernels import compile_for_hopper
 from tests.support.shared_memory import run_interpreted
 

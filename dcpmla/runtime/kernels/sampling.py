@@ -194,7 +194,7 @@ def _load_masses(logits_ptr, masses_ptr, first, last, vocab, CHUNKS: tl.constexp
 
 
 def draw(logits: Tensor, tokens: Tensor, rows: Tensor, numbers: Tensor, top_k: Tensor, tile: int = _TILE) -> None:
-    """Replace the best token of some rows by one that `runtime.sampling.draw_tokens` would draw, in one kernel.
+    """Replace the best token of some rows by one that `runtime.draws.draw_tokens` would draw, in one kernel.
 
     Args:
         logits: [N, vocab] float32, contiguous rows; at most 2^18 tokens.
