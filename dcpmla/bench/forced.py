@@ -6,11 +6,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
+from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS, Compared
 from dcpmla.runtime.drafts import NO_DRAFT, Drafter, Drafts
 from dcpmla.runtime.in_flight import InFlightStep
 from dcpmla.runtime.request import Request
-from dcpmla.runtime.verification import Compared
 
 _NUM_RANDOM = 1 << 16  # random tokens, from which each step takes some
 

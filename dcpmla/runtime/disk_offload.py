@@ -1,23 +1,219 @@
-"""Transfers between host memory and disks, which all ranks agree on (`DiskOffload`)."""
+"""Blocks and states between host memory and disks: those that waiting requests read (`DiskReads`), and the transfers of
+all (`DiskOffload`).
+
+Every rank of a TP group makes the same calls, so all ranks know the same readings, and agree on transfers that end.
+"""
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 
 from dcpmla.cache.disk_files import DiskMove, Place
 from dcpmla.cache.disk_transfer import DiskTransfers, Transfer
 from dcpmla.cache.host import HostMemory
 from dcpmla.cache.tier import HostTier, SlotTable
-from dcpmla.runtime.disk_reads import DiskReads, Part, writing_limit
 from dcpmla.runtime.progress import Progress
+from dcpmla.runtime.request import Request
+from dcpmla.runtime.reuse import Found, PrefixReuse
 from dcpmla.runtime.stats import CopyTotals
 
+_PART_BLOCKS = 32  # blocks that ranks agree on together, and lose together if one cannot be read on a rank
+_MOST_SECONDS = 30.0  # of a reading; a disk that takes longer hangs
 _MAX_WRITTEN = 1024  # blocks of a transfer; the files' queues hold 4,096
 # Reads at a time, besides a write of blocks and one of states. A message carries the progress of the oldest seven
 # transfers, and loads from host memory must not wait for writes.
 _MAX_READS = 3
 _CLOSE_SECONDS = 10.0  # limit of the time for writes at the end
 _POLL_SECONDS = 1e-3
+
+
+class Readiness(Enum):
+    """The answer to whether a waiting request can be admitted."""
+
+    READY = "host memory has everything that is worth reading"
+    COMING = "its blocks are on their way from the disk"
+    NO_ROOM = "host memory has no room for its blocks"
+
+
+@dataclass(eq=False)
+class Reading:
+    """Blocks and a state of one waiting request, on their way from the disk or kept in host memory for it.
+
+    Attributes:
+        start: Seconds at its beginning, on the first rank's clock.
+        num_left: Number of parts on their way.
+        blocks, states: Keys of content that host memory keeps for the request.
+        is_wanted: Whether the request still waits.
+    """
+
+    start: float
+    num_left: int = 0
+    blocks: list[bytes] = field(default_factory=list)
+    states: list[bytes] = field(default_factory=list)
+    is_wanted: bool = True
+
+
+@dataclass(eq=False)
+class Part:
+    """Some blocks of a reading, or its state."""
+
+    reading: Reading
+    places: Sequence[Place]
+    is_state: bool = False
+
+
+class DiskReads:
+    """The readings of waiting requests.
+
+    A request whose next blocks are on the disk waits until all ranks have read them, or have failed to. Then they are
+    blocks of host memory, which are kept until the request runs or ends. What a rank cannot read is forgotten on all
+    ranks, and the request computes it. While a disk hangs, no request waits for any.
+
+    Args:
+        reuse: Search for a request's blocks.
+        tier: Content of host memory and of the disk.
+    Attributes:
+        queue: Parts whose transfers are yet to begin.
+    """
+
+    def __init__(self, reuse: PrefixReuse, tier: HostTier) -> None:
+        self._reuse, self._tier = reuse, tier
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all readings, of a scheduler without requests."""
+        self.queue: deque[Part] = deque()
+        self._readings: dict[Request, Reading] = {}  # each request's own
+        self._awaited: dict[Request, Reading] = {}  # readings of others that requests wait for
+        self._under_way: dict[Reading, None] = {}  # the oldest first
+        self._coming: dict[tuple[bool, bytes], Reading] = {}  # whether it is a state, and its key
+        self._num_kept = 0  # blocks of all readings
+
+    def check(self, request: Request, now: float, is_idle: bool) -> Readiness:
+        """Return whether a waiting request can be admitted; begin to read blocks that are worth it.
+
+        Args:
+            now: Seconds on the first rank's clock, the same on all ranks.
+            is_idle: Whether no request runs. Then none waits for room that only the end of a reading can make.
+        """
+        if not len(self._tier.disk.blocks) and not self._readings:
+            return Readiness.READY
+        if self._under_way and now - next(iter(self._under_way)).start > _MOST_SECONDS:
+            return Readiness.READY
+        reading = self._readings.get(request)
+        if reading is not None:
+            return Readiness.COMING if reading.num_left else Readiness.READY
+        awaited = self._awaited.pop(request, None)
+        if awaited is None or not awaited.num_left:
+            content = self._reuse.find_with_disk(request, self._limit)
+            if content is None:
+                return Readiness.READY
+            awaited = self._find_coming(content)
+            if awaited is None:
+                if self._begin(request, content, now):
+                    return Readiness.COMING
+                return Readiness.READY if is_idle and not self._coming else Readiness.NO_ROOM
+        self._awaited[request] = awaited
+        return Readiness.COMING
+
+    def release(self, request: Request) -> None:
+        """Keep nothing in host memory for a request any more, which runs or has ended."""
+        self._awaited.pop(request, None)
+        reading = self._readings.pop(request, None)
+        if reading is not None:
+            reading.is_wanted = False
+            self._tier.blocks.release(reading.blocks)
+            self._tier.states.release(reading.states)
+            self._num_kept -= len(reading.blocks)
+
+    def end(self, part: Part, has_arrived: bool) -> None:
+        """Note on all ranks that a part has been read, or that a rank has failed to."""
+        reading, tables = part.reading, (self._tier.states, self._tier.disk.states)
+        if not part.is_state:
+            tables = self._tier.blocks, self._tier.disk.blocks
+        host, disk = tables
+        for key, _, host_slot in part.places:
+            del self._coming[part.is_state, key]
+            disk.release([key])
+            if has_arrived:
+                host.put(key, host_slot)
+            else:
+                host.free(host_slot)
+                disk.remove(key)
+        if has_arrived and reading.is_wanted:
+            self._keep(reading, [place.key for place in part.places], part.is_state)
+        reading.num_left -= 1
+        if not reading.num_left:
+            del self._under_way[reading]
+
+    @property
+    def _limit(self) -> int:
+        """Return the blocks of host memory that readings may keep; writes to the disk keep the others."""
+        return self._tier.blocks.num_slots - _writing_limit(self._tier.blocks)
+
+    def _find_coming(self, content: Found) -> Reading | None:
+        """Return another request's reading, under way, of some of the content; None without one."""
+        keys = [(False, key) for key in content.keys]
+        if content.state_key is not None:
+            keys.append((True, content.state_key))
+        return next((self._coming[each] for each in keys if each in self._coming), None)
+
+    def _begin(self, request: Request, content: Found, now: float) -> bool:
+        """Begin to read; return whether host memory has room."""
+        tier = self._tier
+        known = [key for key in content.keys if key in tier.blocks]
+        if self._num_kept + len(self._coming) + len(content.keys) > self._limit:
+            return False
+        states = [] if content.state_key is None else [content.state_key]
+        known_states = [key for key in states if key in tier.states]
+        tier.touch(content.keys)
+        self._readings[request] = reading = Reading(now)
+        self._keep(reading, known)
+        self._keep(reading, known_states, is_state=True)
+        places = _take(tier.blocks, tier.disk.blocks, content.keys)
+        state_places = _take(tier.states, tier.disk.states, states)
+        if len(known + known_states) + len(places + state_places) < len([*content.keys, *states]):
+            for table, taken in ((tier.blocks, places), (tier.states, state_places)):
+                for place in taken:
+                    table.free(place.host_slot)
+            self.release(request)
+            return False
+        parts = [Part(reading, places[at : at + _PART_BLOCKS]) for at in range(0, len(places), _PART_BLOCKS)]
+        parts += [Part(reading, state_places, is_state=True)] if state_places else []
+        for part in parts:
+            (tier.disk.states if part.is_state else tier.disk.blocks).hold(place.key for place in part.places)
+            self._coming |= dict.fromkeys(((part.is_state, place.key) for place in part.places), reading)
+        self.queue += parts
+        reading.num_left = len(parts)
+        self._under_way[reading] = None
+        return True
+
+    def _keep(self, reading: Reading, keys: Sequence[bytes], is_state: bool = False) -> None:
+        """Keep content of host memory for a reading's request."""
+        (self._tier.states if is_state else self._tier.blocks).hold(keys)
+        (reading.states if is_state else reading.blocks).extend(keys)
+        self._num_kept += 0 if is_state else len(keys)
+
+
+def _take(host: SlotTable, disk: SlotTable, keys: Sequence[bytes]) -> list[Place]:
+    """Return places for content that the disk has and host memory lacks, until host memory is full."""
+    places: list[Place] = []
+    for key in keys:
+        if key in host:
+            continue
+        slot = host.take()
+        if slot is None:
+            break
+        places.append(Place(key, disk.slots([key])[0], slot))
+    return places
+
+
+def _writing_limit(host: SlotTable) -> int:
+    """Return the slots of host memory that writes to the disk may keep at a time."""
+    return max(1, host.num_slots // 4)
 
 
 class _Writer:
@@ -47,7 +243,7 @@ class _Writer:
     def take(self) -> list[Place]:
         """Return places of content to write next, whose host memory is kept until `end`."""
         places: list[Place] = []
-        limit = min(_MAX_WRITTEN, writing_limit(self._host))
+        limit = min(_MAX_WRITTEN, _writing_limit(self._host))
         while self._unwritten and len(places) < limit:
             key = next(iter(self._unwritten))
             if key in self._host and key not in self._disk:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from dcpmla.runtime.acceptance import Compared
 from dcpmla.runtime.request import Request
-from dcpmla.runtime.verification import Compared
 
 if TYPE_CHECKING:
     from dcpmla.runtime.in_flight import InFlightStep

@@ -16,7 +16,7 @@ from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.admission import NOW, Arrivals, check_prompt, whole_numbers
 from dcpmla.runtime.agreement import Agreement, News
 from dcpmla.runtime.drafts import Drafter, NoDrafter
-from dcpmla.runtime.failures import failure
+from dcpmla.runtime.endings import StopStrings, failure
 from dcpmla.runtime.grammars import Grammars
 from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.handoffs import Handoffs
@@ -28,7 +28,6 @@ from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.scheduler import Scheduler
 from dcpmla.runtime.speculation import Speculation
 from dcpmla.runtime.stats import Stats
-from dcpmla.runtime.stops import StopStrings
 from dcpmla.text.token_bytes import Tokenizer
 from dcpmla.transfer.incoming import Incoming
 from dcpmla.transfer.outgoing import Outgoing

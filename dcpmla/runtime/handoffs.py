@@ -7,8 +7,7 @@ import torch
 from dcpmla.cache.blocks import block_key, salt_key
 from dcpmla.cache.layers import Cache
 from dcpmla.runtime.batch import Batch
-from dcpmla.runtime.loading import Arriving
-from dcpmla.runtime.progress import Progress
+from dcpmla.runtime.progress import Arriving, Progress
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.scheduler import Scheduler
 from dcpmla.runtime.stats import TransferTotals

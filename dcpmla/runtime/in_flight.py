@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.step.metadata import StepMetadata
+from dcpmla.runtime.acceptance import Verified
 from dcpmla.runtime.agreement import Message, News
 from dcpmla.runtime.batch import Batch, Piece
 from dcpmla.runtime.logprobs import Logprobs
 from dcpmla.runtime.request import Request
-from dcpmla.runtime.verification import Verified
 from dcpmla.upload import upload
 
 if TYPE_CHECKING:

@@ -1,5 +1,6 @@
 """Masks of the tokens that grammars allow, made on the first rank's host while the device computes the step."""
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -9,8 +10,7 @@ from torch import Tensor
 
 from dcpmla.runtime.batch import Piece
 from dcpmla.runtime.drafts import NO_DRAFT
-from dcpmla.runtime.follower import Follower
-from dcpmla.runtime.grammars import Grammars, num_threads
+from dcpmla.runtime.grammars import Follower, Grammars
 from dcpmla.runtime.request import Request
 from dcpmla.upload import upload
 
@@ -120,7 +120,7 @@ class Masks:
             return
         from llguidance import LLExecutor  # the extra structured brings it
 
-        self._executor = self._executor or LLExecutor(num_threads())
+        self._executor = self._executor or LLExecutor(_num_threads())
         target = bits.ctypes.data, bits.shape[1] * bits.itemsize, len(bits)
         if plain := [(matcher, row) for matcher, row, drafts in jobs if not drafts]:
             self._executor.unsafe_compute_mask_ptr(plain, *target)
@@ -150,3 +150,8 @@ def _masked(logits: Tensor, rows: "np.ndarray[Any, np.dtype[np.int64]]", bits: "
         allowed = (own[:, :, None] >> shifts & 1).flatten(1)[:, :vocab_size] != 0
         masked.index_copy_(0, part, logits.index_select(0, part).where(allowed, -torch.inf))
     return masked
+
+
+def _num_threads() -> int:
+    """Return the number of threads that fill masks."""
+    return max(1, min(8, (os.cpu_count() or 1) // 2))

@@ -8,8 +8,7 @@ from dcpmla.cache.host import HostMemory
 from dcpmla.cache.layers import Cache
 from dcpmla.runtime.batch import Batch
 from dcpmla.runtime.disk_offload import DiskOffload
-from dcpmla.runtime.loading import Loading
-from dcpmla.runtime.progress import Progress
+from dcpmla.runtime.progress import Loading, Progress
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.reuse import StateCopy
 from dcpmla.runtime.scheduler import Scheduler

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dcpmla.cache.blocks import block_key, salt_key
 from dcpmla.runtime.acceptance import Acceptance
-from dcpmla.runtime.loading import Arriving, Loading
+from dcpmla.runtime.progress import Arriving, Loading
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.text.stream import text_of
 from dcpmla.text.token_bytes import Tokenizer

@@ -15,6 +15,8 @@ from dcpmla.fields import (
     Rule,
     check_fields,
     instance_of,
+    is_number,
+    is_whole,
     number,
     option_label,
     optional,
@@ -22,16 +24,34 @@ from dcpmla.fields import (
     tuple_of,
     whole,
 )
-from dcpmla.runtime.biases import BIASES, bias_pairs
 from dcpmla.runtime.draws import draw_tokens
 from dcpmla.runtime.grammar import Grammar, as_grammar
 from dcpmla.upload import upload
 
+NOT_FINITE = -1  # instead of a token, after logits whose maximum is NaN or infinite
 _MAX_ROWS = 64  # drawn at once: float64 copies of [rows, vocab] stay small compared with the logits of a large batch
 _LARGEST_PENALTY = 100.0
+_LARGEST_BIAS = 100.0
+_MAX_BIASES = 1024
+_MAX_ID_DIGITS = 20
 _Natural = Annotated[int, whole(0)]
 _Penalty = Annotated[float, number(-_LARGEST_PENALTY, _LARGEST_PENALTY)]
 _NumLogprobs = Annotated[int | None, optional(whole(0))]
+
+
+def _are_biases(value: object) -> bool:
+    """Return whether a value is pairs of `_bias_pairs`, few enough and in range."""
+    if not isinstance(value, tuple) or len(value) > _MAX_BIASES or not all(isinstance(pair, tuple) for pair in value):
+        return False
+    ids, numbers = [token for token, _ in value], [bias for _, bias in value]
+    are_allowed = all(map(whole(0).holds, ids)) and all(map(number(-_LARGEST_BIAS, _LARGEST_BIAS).holds, numbers))
+    return are_allowed and len(set(ids)) == len(ids)
+
+
+_BIASES = Rule(
+    f"at most {_MAX_BIASES:,} different token ids, each with a number in [-{_LARGEST_BIAS:g}, {_LARGEST_BIAS:g}]",
+    _are_biases,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +97,7 @@ class SamplingParams:
     stop_token_ids: Annotated[Sequence[int], tuple_of(whole(0))] = ()
     ignore_eos: Flag = False
     min_tokens: _Natural = 0
-    logit_bias: Annotated[Mapping[int, float] | Sequence[tuple[int, float]], BIASES] = ()
+    logit_bias: Annotated[Mapping[int, float] | Sequence[tuple[int, float]], _BIASES] = ()
     include_stop_str_in_output: Flag = False
     skip_special_tokens: Flag = True
     min_p: Annotated[float, number(0, 1)] = 0.0
@@ -92,7 +112,7 @@ class SamplingParams:
         stop: object = ((self.stop,) if self.stop else ()) if isinstance(self.stop, str) else self.stop
         for name, value in (("stop", stop), ("stop_token_ids", self.stop_token_ids)):
             object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
-        object.__setattr__(self, "logit_bias", bias_pairs(self.logit_bias))
+        object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
         object.__setattr__(self, "grammar", as_grammar(self.grammar))
         check_fields(rules_of(SamplingParams), vars(self), option_label)
         if self.min_tokens > self.max_new_tokens:
@@ -150,7 +170,19 @@ class SamplingParams:
         return replace(self, seed=((self.seed << 31) + index) % (1 << 64))
 
 
-NOT_FINITE = -1  # instead of a token, after logits whose maximum is NaN or infinite
+def _bias_pairs(biases: object) -> object:
+    """Return logit_bias as pairs in the order of the ids, or unchanged if that is impossible."""
+    pairs = list(biases.items()) if isinstance(biases, Mapping) else biases
+    if not isinstance(pairs, list | tuple) or not all(
+        isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
+    ):
+        return biases
+    numbers = [(int(token) if _is_decimal(token) else token, bias) for token, bias in pairs]
+    return tuple(sorted(numbers)) if all(is_whole(token) and is_number(bias) for token, bias in numbers) else biases
+
+
+def _is_decimal(token: object) -> bool:
+    return isinstance(token, str) and token.isdecimal() and len(token) < _MAX_ID_DIGITS
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float] | Tensor) -> Tensor:

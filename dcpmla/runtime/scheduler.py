@@ -13,8 +13,8 @@ from dcpmla.cache.tier import HostTier
 from dcpmla.fields import check_fields, option_label, whole
 from dcpmla.runtime.batch import Batch
 from dcpmla.runtime.costs import TOKEN_COSTS, LoadCosts, PieceCosts, piece_tokens
-from dcpmla.runtime.disk_reads import DiskReads, Readiness
-from dcpmla.runtime.loading import Arriving
+from dcpmla.runtime.disk_offload import DiskReads, Readiness
+from dcpmla.runtime.progress import Arriving
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.reuse import Found, PrefixReuse
 

@@ -4,13 +4,12 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS, Payoff, StepTime
+from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS, Payoff, StepTime, Verified, verify
 from dcpmla.runtime.agreement import Message
 from dcpmla.runtime.batch import Batch, Piece
 from dcpmla.runtime.drafts import NO_DRAFT, Drafter
 from dcpmla.runtime.in_flight import InFlightStep
 from dcpmla.runtime.request import Request
-from dcpmla.runtime.verification import Verified, verify
 from dcpmla.upload import upload
 
 

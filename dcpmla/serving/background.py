@@ -42,8 +42,7 @@ def prepare(model: Started) -> Prepared:
     """Return a model with its vocabulary, in the process that works for this one."""
     if missing("structured") or model.no_grammars or model.tokenizer is None:
         return Prepared(model)
-    from dcpmla.runtime.grammar_check import closing_tokens
-    from dcpmla.runtime.grammar_text import read_vocabulary
+    from dcpmla.runtime.grammar_text import closing_tokens, read_vocabulary
 
     vocabulary = read_vocabulary(model.tokenizer, model.vocab_size, model.eos_token_ids)
     closing_tokens(vocabulary)  # Functions find it made.

@@ -175,7 +175,7 @@ class GrammarChecks:
 
 
 def _find_fault(prepared: Prepared, kind: str, text: str) -> Any:
-    """Return the fault of a grammar (`grammar_check.find_fault`)."""
-    from dcpmla.runtime.grammar_check import find_fault
+    """Return the fault of a grammar (`grammar_text.find_fault`)."""
+    from dcpmla.runtime.grammar_text import find_fault
 
     return find_fault(prepared.vocabulary, kind, text)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from dcpmla.parallel.collectives import is_failed_collective
 from dcpmla.parallel.mesh import init_mesh
-from dcpmla.runtime import disk_reads, offload
+from dcpmla.runtime import disk_offload, offload
 from dcpmla.runtime.disk_offload import DiskOffload
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.request import Request
@@ -137,7 +137,7 @@ BOTH_WAYS = Load([([0] * 16, 1, 1, 1000), ([0] * 17, 1, 0, 1000)], 5, 12, 6, 1, 
 def test_every_request_gets_what_it_gets_alone(load: Load) -> None:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as directory:
         patch.setattr(offload, "_STORED_TOGETHER", load.num_stored_together)
-        patch.setattr(disk_reads, "_PART_BLOCKS", load.num_part_blocks)
+        patch.setattr(disk_offload, "_PART_BLOCKS", load.num_part_blocks)
         patch.setattr(LateMemory, "num_polls", load.num_polls)
         patch.setattr("dcpmla.runtime.engine._POLL_SECONDS", 0)
         for _ in range(2):  # the second engine finds the first one's blocks
@@ -223,7 +223,7 @@ def test_damaged_files(damage: str, tmp_path: Path) -> None:
         blocks.with_suffix(".index").unlink()
     blocks.write_bytes(content)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disk_reads, "_PART_BLOCKS", 1)
+        patch.setattr(disk_offload, "_PART_BLOCKS", 1)
         engine = make_engine(40, num_host_blocks=40, open_disk=threaded_disk(tmp_path, 40))
         known = engine.scheduler.tier.disk.blocks
         assert len(known) == (0 if damage == "no index" else FULL // BLOCK + 1)
@@ -267,7 +267,7 @@ def serve_on_rank(directory: Path, num_ranks: int, seeds: list[int]) -> list[tup
         load = drawn_load(seed)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(offload, "_STORED_TOGETHER", load.num_stored_together)
-            patch.setattr(disk_reads, "_PART_BLOCKS", load.num_part_blocks)
+            patch.setattr(disk_offload, "_PART_BLOCKS", load.num_part_blocks)
             patch.setattr(LateMemory, "num_polls", load.num_polls + rank)
             for _ in range(2):  # the second engine finds the first one's blocks
                 disk = (load.num_disk_blocks, seed, load.num_polls, load.share_of_failures, rank, mesh.tp_group)
@@ -400,7 +400,7 @@ def test_no_request_waits_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pyt
         settle(engine)
     disk = disk_of(engine)
     disk._files.blocks._num_polls = 10**12
-    monkeypatch.setattr(disk_reads, "_MOST_SECONDS", 0.2)
+    monkeypatch.setattr(disk_offload, "_MOST_SECONDS", 0.2)
     for prompt in (PROMPT, OTHERS[0], OTHERS[1]):
         assert answer(engine, prompt).num_cached_tokens < FULL
     assert disk._num_reads == 1

@@ -9,9 +9,9 @@ from itertools import accumulate
 import pytest
 import torch
 
+from dcpmla.runtime.acceptance import Compared, verify
 from dcpmla.runtime.drafts import NO_DRAFT
 from dcpmla.runtime.ngram import Texts, lookup
-from dcpmla.runtime.verification import Compared, verify
 from tests.attention.test_small_kernels import compile_for_hopper
 from tests.support.shared_memory import run_interpreted
 

@@ -13,8 +13,7 @@ from tests.support.random_model import EOS, TOKENIZER, VOCAB_SIZE
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
 
-from dcpmla.runtime.grammar_check import find_fault  # noqa: E402
-from dcpmla.runtime.grammar_text import compile_grammar, read_vocabulary  # noqa: E402
+from dcpmla.runtime.grammar_text import compile_grammar, find_fault, read_vocabulary  # noqa: E402
 
 VOCABULARY = read_vocabulary(TOKENIZER, VOCAB_SIZE, [EOS])
 ITSELF = {"type": "object", "properties": {"a": {"$ref": "#"}}, "additionalProperties": False}

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla.cache.blocks import BlockAllocator, block_key, salt_key
-from dcpmla.runtime import prefixes
+from dcpmla.runtime import reuse
 from dcpmla.runtime.engine import Engine
-from dcpmla.runtime.prefixes import Forks
 from dcpmla.runtime.request import Request
+from dcpmla.runtime.reuse import Forks
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.scheduler import Scheduler
 from tests.support.hash_model import BLOCK, HashModel, alone, make_engine
@@ -147,7 +147,7 @@ def test_nobody_waits_without_prefix_caching_or_for_scores() -> None:
 
 
 def test_the_border_that_was_noted_first_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "_MOST_FORKS", 2)
+    monkeypatch.setattr(reuse, "_MOST_FORKS", 2)
     forks = Forks(BLOCK, 1 << 20)
     for key in (b"a", b"b", b"a", b"c"):
         forks.mark(key)

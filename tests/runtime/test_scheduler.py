@@ -13,8 +13,8 @@ import dcpmla.runtime.request as request_module
 from dcpmla.cache.blocks import BlockAllocator, block_key
 from dcpmla.runtime.batch import Batch, Piece
 from dcpmla.runtime.costs import piece_tokens
-from dcpmla.runtime.prefixes import ComingBlocks
 from dcpmla.runtime.request import Request
+from dcpmla.runtime.reuse import ComingBlocks
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.scheduler import Scheduler
 from tests.support.costs import DrawnCosts

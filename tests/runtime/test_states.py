@@ -8,7 +8,7 @@ from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.states import StatePool, Worth, num_states
 from dcpmla.cache.tier import HostTier
 from dcpmla.runtime.costs import TOKEN_COSTS, PieceCosts, TokenCosts
-from dcpmla.runtime.loading import Loading
+from dcpmla.runtime.progress import Loading
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.reuse import PrefixReuse
 from dcpmla.runtime.sampling import SamplingParams

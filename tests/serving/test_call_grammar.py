@@ -14,9 +14,9 @@ from llguidance.hf import from_tokenizer
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from dcpmla.runtime.follower import Follower
 from dcpmla.runtime.grammar import Grammar
 from dcpmla.runtime.grammar_text import compile_grammar
+from dcpmla.runtime.grammars import Follower
 from dcpmla.serving.answer_grammars import AnswerGrammars
 from dcpmla.serving.background import prepare
 from dcpmla.serving.call_grammar import Either, Parts, Pattern, Repeat, Schema, Text, parts_grammar

@@ -1,4 +1,4 @@
-"""The kernel that verifies drafts, with its launcher; `runtime/verification.py: verify` specifies it."""
+"""The kernel that verifies drafts, with its launcher; `runtime/acceptance.py: verify` specifies it."""
 
 from typing import TYPE_CHECKING
 
@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from dcpmla.runtime.verification import Compared
+    from dcpmla.runtime.acceptance import Compared
 
 
 _MOST_DRAFTS = 16  # drafts per request; one compiled kernel serves any number
@@ -49,7 +49,7 @@ def verify_kernel(
 def verify(
     drafts: Tensor, sampled: Tensor, starts: Tensor, nums: Tensor, compared: "Compared", report: Tensor
 ) -> tuple[Tensor, ...]:
-    """Verify drafts, as `runtime/verification.py: verify` documents it; return the parts of `Verified`.
+    """Verify drafts, as `runtime/acceptance.py: verify` documents it; return the parts of `Verified`.
 
     Args:
         starts, nums: [n] int64, index of each request's first token in sampled, and number of its drafts, below 16.

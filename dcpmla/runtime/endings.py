@@ -1,8 +1,13 @@
-"""Stop strings of requests, found in the engine's own process."""
+"""Ends of requests that the model does not choose: a stop string, found in the engine's own process, or an error."""
 
 from weakref import WeakKeyDictionary
 
+import torch
+
+from dcpmla.runtime.grammars import Grammars
+from dcpmla.runtime.masks import NO_TOKEN
 from dcpmla.runtime.request import Request
+from dcpmla.runtime.sampling import NOT_FINITE
 from dcpmla.text.stream import TextStream
 from dcpmla.text.token_bytes import Tokenizer
 
@@ -22,3 +27,19 @@ class StopStrings:
             self._streams[request] = stream
         stream.push(request.token_ids[stream.num_tokens :])
         return stream.is_stopped
+
+
+def failure(token_id: int, request: Request, grammars: Grammars, dtype: torch.dtype) -> Exception:
+    """Return the error of a request that gets no token.
+
+    Args:
+        token_id: NOT_FINITE or NO_TOKEN, instead of the token.
+        dtype: Type of the model's numbers.
+    """
+    if token_id == NO_TOKEN:
+        return grammars.failure(request)
+    assert token_id == NOT_FINITE
+    return FloatingPointError(
+        f"logits are NaN or infinite after {len(request.token_ids)} new tokens; the model's numbers exceed the range "
+        f"of {str(dtype).removeprefix('torch.')} (try another --dtype), or its weights are damaged"
+    )
