@@ -7,9 +7,8 @@ from dataclasses import replace
 from functools import cached_property
 
 from dcpmla.runtime.grammar import Grammar
-from dcpmla.serving.call_grammar import Either, Part, Parts, Repeat, Schema, Text, escaped, parts_grammar
-from dcpmla.serving.chat.formats import AnswerFormat
-from dcpmla.serving.chat.writing import WRITINGS
+from dcpmla.serving.call_grammar import Either, Part, Parts, Repeat, Schema, Text, as_regex, parts_grammar
+from dcpmla.serving.chat.markup import AnswerFormat
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Started
 from dcpmla.serving.prompts import Prompt
@@ -29,11 +28,11 @@ class AnswerGrammars:
         self, model: Started, calls: AnswerFormat | None, reasoning: AnswerFormat | None, checks: GrammarChecks
     ) -> None:
         self._model, self._checks = model, checks
-        self._writing = None if calls is None else WRITINGS[calls.name]
-        self._reasoning = None if reasoning is None else reasoning.markup.reasoning
+        self._format = calls
+        self._reasoning = None if reasoning is None else reasoning.reasoning
         added = {} if model.tokenizer is None else model.tokenizer.added_tokens_decoder
         self._added = {token.content: (number, token.special) for number, token in added.items()}
-        self._content_start = "" if reasoning is None else WRITINGS[reasoning.name].content_start
+        self._content_start = "" if reasoning is None else reasoning.content[0]
 
     async def grammar(self, use: ToolUse, prompt: Prompt, asked: Grammar | None, source: str) -> Grammar | None:
         """Return the grammar of an answer, None for any text.
@@ -61,7 +60,7 @@ class AnswerGrammars:
 
     async def _composed(self, use: ToolUse, prompt: Prompt, content: Part | None) -> Grammar:
         """Return the grammar of reasoning that the model may open, and then calls, or content."""
-        needs_calls = bool(use.tools) and self._writing is not None
+        needs_calls = bool(use.tools) and self._format is not None
         field = "tools" if needs_calls else "response_format"
         check_support(field, self._model)
         parts: list[Part] = []
@@ -83,35 +82,37 @@ class AnswerGrammars:
 
     def _options(self, use: ToolUse, calls: Mapping[str, Parts], content: Part | None) -> list[Parts]:
         """Return the forms of an answer after its reasoning."""
-        writing = self._writing
-        end: list[Part] = [Either([[writing.content_end], []])] if writing is not None and writing.content_end else []
-        if writing is None or not calls:
+        markup = self._format
+        content_end = "" if markup is None else markup.content[1] + markup.ends[0]
+        end: list[Part] = [Either([[content_end], []])] if content_end else []
+        if markup is None or not calls:
             return [[content or Text(), *end]]
-        begins = writing.before + writing.opening
+        opening = markup.call[0] + markup.before_name
+        begins = markup.content[1] + markup.section[0] + opening
         limit = None if use.is_parallel else 1
-        following: Parts = [Repeat([Either([*calls.values()])], [writing.between + writing.opening], limit)]
-        following = [*following, writing.after]
+        following: Parts = [Repeat([Either([*calls.values()])], [markup.between + opening], limit)]
+        following = [*following, markup.section[1] + markup.ends[0]]
         if use.required:
             return [[begins, *following]]
         if content is not None:
             return [[begins, *following], [content, *end]]
         begins = begins.lstrip("\n")  # Content may end in any way.
-        plain = Text(excludes=[f"(?s:.*){escaped(begins)}(?s:.*)"])
+        plain = Text(excludes=[f"(?s:.*){as_regex(begins)}(?s:.*)"])
         return [[Text(begins), *following], [plain, *end]]
 
     def _calls(self, use: ToolUse) -> dict[str, Parts]:
         """Return the calls of each function that may be called, by the path of its schema."""
-        assert self._writing is not None
+        assert self._format is not None
         calls: dict[str, Parts] = {}
         for number, tool in enumerate(use.tools):
             function, path = tool["function"], f"tools.{number}.{use.schema_field}"
             if use.required and function["name"] not in use.required:
                 continue
             if not use.follows_schema(function["name"]):
-                calls[path] = free_call(self._writing, function["name"])
+                calls[path] = free_call(self._format, function["name"])
                 continue
             try:
-                calls[path] = written_call(self._writing, function["name"], function.get("parameters"))
+                calls[path] = written_call(self._format, function["name"], function.get("parameters"))
             except UnwrittenSchema as error:
                 path = ".".join([path, *error.path])
                 raise ApiError(400, f"{path}: {error}", param=path) from error

@@ -72,7 +72,7 @@ def parts_grammar(parts: Parts, special_tokens: Mapping[str, int]) -> Grammar:
     return Grammar("grammar", "\n".join([f"start: {start}", *writer.rules]))
 
 
-def escaped(text: str) -> str:
+def as_regex(text: str) -> str:
     """Return the regular expression of a text, in one line."""
     return "".join(r"\n" if each == "\n" else each if each in "<> " else re.escape(each) for each in text)
 
@@ -131,12 +131,12 @@ class _Writer:
         """
         pieces = self._pieces(part.end)
         number = next((number for number, piece in enumerate(pieces) if piece in self._ids), len(pieces))
-        begun = escaped("".join(pieces[:number]))
+        begun = as_regex("".join(pieces[:number]))
         terms = [f"/{_in_slashes(f'(?:{regex}){begun}')}/" for regex in part.matches or [_ANY]]
         terms += [f"~/{_in_slashes(f'(?:{regex}){begun}')}/" for regex in part.excludes]
         if part.end:
             after = _ANY if number < len(pieces) else "(?s:.+)"
-            terms.append(f"~/{_in_slashes(_ANY + escaped(part.end) + after)}/")
+            terms.append(f"~/{_in_slashes(_ANY + as_regex(part.end) + after)}/")
         return " ".join([self._rule("T", " & ".join(terms)), *map(self._literal, pieces[number:])])
 
     def _rule(self, prefix: str, expression: str) -> str:

@@ -3,12 +3,13 @@
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dcpmla.runtime.schemas import ANNOTATIONS, allows_all_names, alone, refer
 from dcpmla.serving.call_grammar import Either, Part, Parts, Pattern, Repeat, Schema, Text
+from dcpmla.serving.chat.markup import AnswerFormat, Tags
 from dcpmla.serving.chat.values import types_of
-from dcpmla.serving.chat.writing import Form, Tags, Writing
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _TYPES = ("string", "number", "boolean", "null", "array", "object")
@@ -38,7 +39,7 @@ class UnwrittenSchema(ValueError):
         self.path = list(path)
 
 
-def written_call(writing: Writing, name: str, parameters: Mapping[str, Any] | None) -> Parts:
+def written_call(markup: AnswerFormat, name: str, parameters: Mapping[str, Any] | None) -> Parts:
     """Return a call of a function after its opening.
 
     Args:
@@ -50,9 +51,9 @@ def written_call(writing: Writing, name: str, parameters: Mapping[str, Any] | No
     if schema["type"] != "object":
         raise UnwrittenSchema(["type"], f"it is {str(schema['type'])[:40]!r}; it must be 'object'")
     options, fault = list[Parts](), None
-    for form in writing.forms:
+    for start, tags, end in _forms(markup, name):
         try:
-            options.append([*_start(form, name), *_arguments(form.tags, schema), form.end])
+            options.append([*start, *_arguments(tags, schema), end])
         except UnwrittenSchema as error:
             fault = error
     if not options and fault is not None:
@@ -60,25 +61,27 @@ def written_call(writing: Writing, name: str, parameters: Mapping[str, Any] | No
     return options[0] if len(options) == 1 else [Either(options)]
 
 
-def free_call(writing: Writing, name: str) -> Parts:
+def free_call(markup: AnswerFormat, name: str) -> Parts:
     """Return a call of a function after its opening, with any arguments."""
-    options = [[*_start(form, name), *_any_arguments(form.tags), form.end] for form in writing.forms]
+    options = [[*start, *_any_arguments(tags), end] for start, tags, end in _forms(markup, name)]
     return options[0] if len(options) == 1 else [Either(options)]
+
+
+def _forms(markup: AnswerFormat, name: str) -> Iterator[tuple[Parts, Tags | None, str]]:
+    """Yield what begins a call after its opening, the markup of its arguments and what ends it, for each form."""
+    start, number, after = f"{name}{markup.numbering}{markup.header_end}".partition("{number}")
+    begins: Parts = [start, Pattern("[0-9]{1,4}"), after] if number else [start]
+    yield begins, markup.tags, markup.after_arguments + markup.call[1]
+    if markup.wraps:
+        yield [f'\n{{"name": "{name}", "arguments": '], None, f"}}\n{markup.call[1]}"
 
 
 def _any_arguments(tags: Tags | None) -> Parts:
     if tags is None:
         return [Schema({"type": "object"})]
-    before, after = tags.start.split("{key}")
-    values = _argument(Tags(after, tags.end, tags.types), "", _values({}, {}, []))
-    options = [[before, _FREE_KEY, *value] for value in values]
+    values = _argument(replace(tags, start=""), "", _values({}, {}, []))
+    options = [[tags.start, _FREE_KEY, *value] for value in values]
     return [Either([[Repeat([Either(options)])], []])]
-
-
-def _start(form: Form, name: str) -> Parts:
-    start, _, end = form.start.partition("{number}")
-    texts = [part.format(name=name) for part in (start, end)]
-    return [texts[0], Pattern("[0-9]{1,4}"), texts[1]] if end else texts[:1]
 
 
 def _arguments(tags: Tags | None, schema: Mapping[str, Any]) -> Parts:
@@ -109,11 +112,9 @@ def _arguments(tags: Tags | None, schema: Mapping[str, Any]) -> Parts:
 
 def _argument(tags: Tags, key: str, values: Sequence[tuple[str, Part]]) -> Iterator[Parts]:
     """Yield an argument with a value of each type."""
-    if tags.escapes:
-        key = key.replace("&", "&amp;").replace('"', "&quot;")
     other_kinds = {kind for kind, value in values if not isinstance(value, Text)}
     for kind, value in values:
-        start = tags.start.format(key=key, type=tags.types.get(kind, ""))
+        start = tags.before_value(key, kind)
         if isinstance(value, Text):
             excludes = () if tags.types else tuple(_READ_AS[other] for other in sorted(other_kinds & _READ_AS.keys()))
             yield [start, value._replace(end=tags.end, excludes=excludes)]
