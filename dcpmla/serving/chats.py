@@ -135,24 +135,23 @@ class Chats:
 
     def _parser(self, conversation: Conversation, prompt: Prompt) -> AnswerParser:
         """Return the parser of an answer to a prompt."""
-        tools, num_calls = conversation.tool_use.tools, conversation.num_calls
-        calls, reasoning = self._call_format, self._reasoning_format
+        tools, calls, reasoning = conversation.tool_use.tools, self._call_format, self._reasoning_format
 
         def parser(chosen: AnswerFormat, parses_calls: bool, parses_reasoning: bool) -> AnswerParser:
             return MarkupParser(
                 chosen,
                 tools,
-                in_reasoning=prompt.in_reasoning and parses_reasoning,
-                parses_calls=parses_calls,
+                in_reasoning=prompt.in_reasoning,
+                parses_calls=parses_calls and bool(tools),
                 parses_reasoning=parses_reasoning,
-                first_call=num_calls,
+                first_call=conversation.num_calls,
             )
 
         if calls is None:
             return PlainParser() if reasoning is None else parser(reasoning, False, True)
         if reasoning is None or calls is reasoning:
-            return parser(calls, bool(tools), reasoning is not None)
-        return ChainedParser(parser(reasoning, False, True), parser(calls, bool(tools), False))
+            return parser(calls, True, reasoning is not None)
+        return ChainedParser(parser(reasoning, False, True), parser(calls, True, False))
 
 
 def _render(prepared: Prepared, given: str | None, conversation: Conversation) -> tuple[str, str]:

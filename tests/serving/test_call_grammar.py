@@ -19,7 +19,7 @@ from dcpmla.runtime.grammar import Grammar
 from dcpmla.runtime.grammar_text import compile_grammar
 from dcpmla.serving.answer_grammars import AnswerGrammars
 from dcpmla.serving.background import prepare
-from dcpmla.serving.call_grammar import Either, Parts, Pattern, Repeat, Schema, Text, parts_grammar
+from dcpmla.serving.call_grammar import GrammarWriter, either, sequence
 from dcpmla.serving.chat.formats import FORMATS
 from dcpmla.serving.chat.parser import MarkupParser
 from dcpmla.serving.errors import ApiError
@@ -184,7 +184,7 @@ def test_strict_calls_come_after_any_text(name: str) -> None:
     """Without markup the answer is a text; with it, calls follow the schemas. The model may reason first."""
     opens = name != "kimi_k3"  # its prompts open the reasoning, or the content
     grammar = grammar_of(name, ToolUse(TOOLS, strict=STRICT), may_reason=opens)
-    (start, end) = FORMATS[name].reasoning if opens else ("", "")
+    start, end = FORMATS[name].reasoning if opens else ("", "")
     called = f"I look </ here{opening_of(name)}"
     for begun, expected in (
         (called, "I look </ here"),
@@ -208,7 +208,7 @@ def test_structured_output_beside_tools(name: str) -> None:
     """The answer calls a tool, or is JSON of the schema, after the reasoning that the model may open."""
     asked = Grammar("json_schema", json.dumps(SCHEMAS["list"]))
     grammar = grammar_of(name, ToolUse(TOOLS, strict=STRICT), asked, may_reason=True)
-    (start, end) = FORMATS[name].reasoning
+    start, end = FORMATS[name].reasoning
     for begun in (opening_of(name), "{", f"{start}hm{end}" + "{"):
         texts = [written(tokenizer_of(name), grammar, seed, begun) for seed in range(8)]
         for text in filter(None, texts):
@@ -340,9 +340,11 @@ def test_wrapped_calls_keep_to_schemas_that_tags_cannot() -> None:
     assert "arg_key" not in text
 
 
-def test_parts_without_special_tokens() -> None:
-    parts: Parts = ["a", Repeat([Either([[Text("</v>")], [Pattern("[0-9]/")]])], "-", 2), Schema({"type": "null"})]
-    matcher = compile_grammar(vocabulary_of(tokenizer_of("mistral")), "grammar", parts_grammar(parts, {}).text)
+def test_expressions_without_special_tokens() -> None:
+    writer = GrammarWriter({})
+    values = writer.repeated(either([writer.text("</v>"), r"/[0-9]\//"]), writer.literal("-"), 2)
+    grammar = writer.grammar(sequence(writer.literal("a"), values, writer.json({"type": "null"})))
+    matcher = compile_grammar(vocabulary_of(tokenizer_of("mistral")), "grammar", grammar.text)
     tokenizer = tokenizer_of("mistral")
     for text, is_whole in (("ax\n</v>null", True), ("a1/-b</v>null", True), ("a1/-2/-3/null", False)):
         tokens = tokenizer(text)["input_ids"]

@@ -1,5 +1,6 @@
 """The base of the published encodings of models whose checkpoints have no chat template."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encoding:
+class Encoding(ABC):
     """A renderer of conversations, in place of a chat template. Special tokens are part of the text.
 
     Attributes:
@@ -86,22 +87,23 @@ class Encoding:
         rest = ({**each, "role": later} if each["role"] == "system" else dict(each) for each in messages[first:])
         return [*start, *rest]
 
+    @abstractmethod
     def _arranged(self, messages: list[dict[str, Any]], tools: Sequence[Message] | None) -> list[dict[str, Any]]:
         """Return messages in the order in which they are written, with the tools if a message has them."""
-        raise NotImplementedError
 
     def _first_kept(self, messages: Sequence[Message]) -> int:
         """Return the number of the first message whose reasoning is kept."""
         return 0
 
+    @abstractmethod
     def _start(self, messages: Sequence[Message], tools: Sequence[Message] | None, effort: str) -> str:
         """Return the text before all messages.
 
         Args:
             effort: Text of the level of effort, empty without reasoning.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def _message(self, messages: Sequence[Message], number: int, reasons: bool, goes_on: bool) -> str:
         """Return the text of a message, and of what opens an answer after it if one follows.
 
@@ -109,11 +111,10 @@ class Encoding:
             reasons: Whether the message has reasoning if it is the assistant's, and the answer after it if not.
             goes_on: Whether the model continues the message: its reasoning, if it has nothing else.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def _opening(self, last: Message | None, thinking: bool) -> str:
         """Return the text that opens an answer after a message; None is the beginning of a conversation."""
-        raise NotImplementedError
 
 
 def text_of(message: Message, separator: str = "\n\n") -> str:

@@ -34,6 +34,8 @@ def _dsml(name: str, section: str, space: str = "") -> AnswerFormat:
     open_, close = f"<｜DSML｜{space}", f"</｜DSML｜{space}"
     return AnswerFormat(
         name=name,
+        marks=(f"｜DSML｜{space}{section}",),
+        types=(name,),
         section=(f"\n\n{open_}{section}>\n", f"\n{close}{section}>"),
         between="\n",
         call=(f'{open_}invoke name="', f"\n{close}invoke>"),
@@ -48,7 +50,16 @@ def _dsml(name: str, section: str, space: str = "") -> AnswerFormat:
     )
 
 
-def _tagged(name: str, prefix: str = "", line: str = "", separator: str = "", wraps: bool = False) -> AnswerFormat:
+def _tagged(
+    name: str,
+    mark: str,
+    types: tuple[str, ...] = (),
+    *,
+    prefix: str = "",
+    line: str = "",
+    separator: str = "",
+    wraps: bool = False,
+) -> AnswerFormat:
     """Return a format of GLM, LongCat or Ling: a tag around a call, tags around keys and values.
 
     Args:
@@ -60,6 +71,8 @@ def _tagged(name: str, prefix: str = "", line: str = "", separator: str = "", wr
     middle = f"</{prefix}arg_key>{line}<{prefix}arg_value>"
     return AnswerFormat(
         name=name,
+        marks=(mark,),
+        types=types,
         reasoning=(f"<{prefix}think>", f"</{prefix}think>"),
         after_reasoning=separator,
         call=(f"{separator}<{prefix}tool_call>", f"</{prefix}tool_call>"),
@@ -69,11 +82,14 @@ def _tagged(name: str, prefix: str = "", line: str = "", separator: str = "", wr
     )
 
 
+# The first format whose marks a template has is the template's.
 FORMATS: Mapping[str, AnswerFormat] = {
     each.name: each
     for each in (
         AnswerFormat(
             name="deepseek_v3",
+            marks=("<｜tool▁sep｜>", "```json"),
+            types=("deepseek_v3",),
             section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
             between="\n",
             call=("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
@@ -82,15 +98,18 @@ FORMATS: Mapping[str, AnswerFormat] = {
         ),
         AnswerFormat(
             name="deepseek_v31",
+            marks=("<｜tool▁sep｜>",),
             section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
             call=("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
             header_end="<｜tool▁sep｜>",
         ),
-        _dsml("deepseek_v32", "function_calls"),
-        _dsml("deepseek_v4", "tool_calls"),
         _dsml("deepseek_v41", "calls", space=" "),
+        _dsml("deepseek_v4", "tool_calls"),
+        _dsml("deepseek_v32", "function_calls"),
         AnswerFormat(
             name="kimi_k2",
+            marks=("<|tool_calls_section_begin|>",),
+            types=("kimi_k2", "kimi_k25", "kimi_linear"),
             section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
             call=("<|tool_call_begin|>", "<|tool_call_end|>"),
             header=re.compile(r"(?P<id>(?:functions\.)?(?P<name>\S+?)(?::\d+)?)"),
@@ -101,6 +120,8 @@ FORMATS: Mapping[str, AnswerFormat] = {
         ),
         AnswerFormat(
             name="kimi_k3",
+            marks=("<|open|>",),
+            types=("kimi_k3",),
             reasoning=("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
             content=("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
             ends=("<|close|>message<|sep|>", "<|end_of_msg|>"),
@@ -118,11 +139,11 @@ FORMATS: Mapping[str, AnswerFormat] = {
                 escapes=True,
             ),
         ),
-        _tagged("glm45", line="\n", separator="\n"),
-        _tagged("glm47"),
-        _tagged("longcat", "longcat_", line="\n", wraps=True),
+        _tagged("longcat", "<longcat_tool_call>", ("longcat_flash",), prefix="longcat_", line="\n", wraps=True),
         AnswerFormat(
             name="mistral",
+            marks=("[TOOL_CALLS]",),
+            types=("mistral3", "mistral4", "mistral_large4"),
             reasoning=("[THINK]", "[/THINK]"),
             call=("[TOOL_CALLS]", ""),
             header=re.compile(r"(?P<name>[^\s\[\]]+)(?:\[CALL_ID\](?P<id>\w+))?"),
@@ -130,41 +151,10 @@ FORMATS: Mapping[str, AnswerFormat] = {
             stops_too="{",
             make_id=_mistral_id,
         ),
-        _tagged("ling", line="\n", separator="\n", wraps=True),
+        _tagged("glm45", "\\n<tool_call>' +", line="\n", separator="\n"),
+        _tagged("glm47", "<arg_key>", ("glm4_moe_lite", "glm_moe_dsa", "glm5_next")),
+        _tagged("ling", "<tool_call>", ("bailing_hybrid",), line="\n", separator="\n", wraps=True),
     )
-}
-
-# Markup in a template, and its format; the first that the template has counts.
-_MARKS = (
-    ("｜DSML｜ calls", "deepseek_v41"),
-    ("｜DSML｜tool_calls", "deepseek_v4"),
-    ("｜DSML｜function_calls", "deepseek_v32"),
-    ("<|tool_calls_section_begin|>", "kimi_k2"),
-    ("<|open|>", "kimi_k3"),
-    ("<longcat_tool_call>", "longcat"),
-    ("[TOOL_CALLS]", "mistral"),
-    ("\\n<tool_call>' +", "glm45"),
-    ("<arg_key>", "glm47"),
-    ("<tool_call>", "ling"),
-)
-# Formats of types whose template does not show them, or is absent.
-_OF_TYPES = {
-    "deepseek_v3": "deepseek_v3",
-    "deepseek_v32": "deepseek_v32",
-    "deepseek_v4": "deepseek_v4",
-    "deepseek_v41": "deepseek_v41",
-    "kimi_k2": "kimi_k2",
-    "kimi_k25": "kimi_k2",
-    "kimi_linear": "kimi_k2",
-    "kimi_k3": "kimi_k3",
-    "glm4_moe_lite": "glm47",
-    "glm_moe_dsa": "glm47",
-    "glm5_next": "glm47",
-    "longcat_flash": "longcat",
-    "mistral3": "mistral",
-    "mistral4": "mistral",
-    "mistral_large4": "mistral",
-    "bailing_hybrid": "ling",
 }
 
 
@@ -177,9 +167,7 @@ def find_format(model_type: str, chat_template: str | None) -> AnswerFormat | No
         model_type: Field `model_type` of the model's config.
         chat_template: The model's template, or the text of the checkpoint's own encoder; None if it has neither.
     """
-    template = chat_template or ""
-    if "<｜tool▁sep｜>" in template:
-        return FORMATS["deepseek_v3" if "```json" in template else "deepseek_v31"]
-    by_mark = next((name for mark, name in _MARKS if mark in template), None)
-    name = by_mark or _OF_TYPES.get(model_type.removesuffix("_text"))
-    return FORMATS[name] if name is not None else None
+    template, kind = chat_template or "", model_type.removesuffix("_text")
+    by_marks = (each for each in FORMATS.values() if all(mark in template for mark in each.marks))
+    by_type = (each for each in FORMATS.values() if kind in each.types)
+    return next(by_marks, None) or next(by_type, None)

@@ -55,7 +55,7 @@ class _KimiK3(Encoding):
     def _start(self, messages: Sequence[Message], tools: Sequence[Message] | None, effort: str) -> str:
         text = ""
         if tools:
-            schemas = json.dumps(_sorted(list(tools)), ensure_ascii=False, separators=(",", ":"))
+            schemas = json.dumps(list(tools), ensure_ascii=False, separators=(",", ":"), sort_keys=True)
             text = self._element(_TOOLS.format(schemas), role="system", type="tool-declare")
         return text + (self._element(_EFFORT.format(effort), role="system", type="thinking-effort") if effort else "")
 
@@ -116,13 +116,6 @@ def _open(**attributes: object) -> str:
     """Return the text before a message."""
     texts = (f' {key}="{escaped(str(value))}"' for key, value in attributes.items())
     return f"<|open|>message{''.join(texts)}<|sep|>"
-
-
-def _sorted(value: Any) -> Any:
-    """Return a value whose objects have sorted keys."""
-    if isinstance(value, Mapping):
-        return {key: _sorted(value[key]) for key in sorted(value)}
-    return [_sorted(item) for item in value] if isinstance(value, list) else value
 
 
 KIMI_K3 = _KimiK3(calls=FORMATS["kimi_k3"], efforts=_EFFORTS)

@@ -36,8 +36,11 @@ class Tags:
 
     def before_value(self, key: str, kind: str) -> str:
         """Return the text before a value whose type in JSON is `kind`."""
-        key = escaped(key) if self.escapes else key
-        return f"{self.start}{key}{self.middle.replace('{type}', self.types.get(kind, ''))}"
+        return self.start + (escaped(key) if self.escapes else key) + self.after_key(kind)
+
+    def after_key(self, kind: str) -> str:
+        """Return the text between a key and a value whose type in JSON is `kind`."""
+        return self.middle.replace("{type}", self.types.get(kind, ""))
 
 
 def _random_id(name: str, written: str | None, number: int) -> str:
@@ -50,6 +53,8 @@ class AnswerFormat:
 
     Attributes:
         name: vLLM's name of its parser.
+        marks: Texts that all are in a chat template of the format.
+        types: Types of models whose template does not show the format, or is absent.
         call: Start and end of a call. An empty end: the call ends with its arguments.
         header: Pattern of the text between a call's start and its arguments, with groups `name` and maybe `id`.
         header_end: Text between the name and the arguments. If it is white space, what follows ends the header.
@@ -70,6 +75,8 @@ class AnswerFormat:
     """
 
     name: str
+    marks: tuple[str, ...]
+    types: tuple[str, ...] = ()
     call: tuple[str, str]
     header: re.Pattern[str] = _NAME
     header_end: str = ""
