@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property
 
 from dcpmla.runtime.grammar import Grammar
 from dcpmla.serving.call_grammar import EMPTY, GrammarWriter, UnwrittenSchema, as_regex, either, sequence, write_call
@@ -17,13 +16,8 @@ from dcpmla.serving.structured import GrammarChecks, check_support
 from dcpmla.serving.tools import ToolUse
 
 _CONTENTS = ("json_object", "json_schema", "choice")  # kinds of grammars that calls or reasoning may come before
-_FAULTS = (
-    TypeError,
-    ValueError,
-    AttributeError,
-    RecursionError,
-    ApiError,
-)  # A schema may have keywords of other types.
+# A schema may have keywords of other types.
+_FAULTS = (TypeError, ValueError, AttributeError, RecursionError, ApiError)
 
 
 class AnswerGrammars:
@@ -36,12 +30,15 @@ class AnswerGrammars:
     def __init__(
         self, model: Started, calls: AnswerFormat | None, reasoning: AnswerFormat | None, checks: GrammarChecks
     ) -> None:
-        self._model, self._checks = model, checks
-        self._format = calls
-        self._reasoning = None if reasoning is None else reasoning.reasoning
+        self._model, self._checks, self._format, self._reasoning = model, checks, calls, reasoning
         added = {} if model.tokenizer is None else model.tokenizer.added_tokens_decoder
-        self._added = {token.content: (number, token.special) for number, token in added.items()}
-        self._content_start = "" if reasoning is None else reasoning.content[0]
+        self._added = {token.content for token in added.values()}
+        # For llguidance, tokens in angle brackets are special, too. Other added tokens are text to a grammar.
+        self._special_tokens = {
+            token.content: number
+            for number, token in added.items()
+            if token.special or (token.content[:1] == "<" and token.content[-1:] == ">")
+        }
 
     async def grammar(self, use: ToolUse, prompt: Prompt, asked: Grammar | None, source: str) -> Grammar | None:
         """Return the grammar of an answer, None for any text.
@@ -63,7 +60,7 @@ class AnswerGrammars:
             grammar = await self._composed(use, prompt, content)
         if grammar is None or not prompt.in_reasoning or self._reasoning is None:
             return grammar
-        end = self._reasoning[1] + self._content_start
+        end = self._reasoning.reasoning[1] + self._reasoning.content[0]
         tokens = self._model.tokenizer.encode(end, add_special_tokens=False)
         return replace(grammar, starts_after=tuple(tokens))
 
@@ -85,7 +82,7 @@ class AnswerGrammars:
         """Return what `_composed` does, unchecked."""
         writer, markup, reasoning = GrammarWriter(self._special_tokens), self._format, ""
         if self._reasoning is not None and may_reason:
-            start, end = self._reasoning
+            start, end = self._reasoning.reasoning
             reasoning = either([sequence(writer.literal(start), writer.text(end)), EMPTY])
         content_end = "" if markup is None else writer.literal(markup.content[1] + markup.ends[0])
         end = either([content_end, EMPTY]) if content_end else ""
@@ -129,21 +126,9 @@ class AnswerGrammars:
                 await self._checks.check(schema, path, self._model)  # Its fault has a longer path.
                 raise error if isinstance(error, ApiError) else ApiError(400, f"{path}: {error}", param=path) from error
 
-    @cached_property
-    def _special_tokens(self) -> dict[str, int]:
-        """Return the ids of special tokens by text. For llguidance, tokens in angle brackets are special, too.
-
-        Other added tokens are text to a grammar.
-        """
-        return {
-            text: number
-            for text, (number, is_special) in self._added.items()
-            if is_special or (text[:1] == "<" and text[-1:] == ">")
-        }
-
     def _may_reason(self, prompt: Prompt) -> bool:
         """Return whether an answer may open a reasoning: it is a token for models that do."""
-        return prompt.may_reason and self._reasoning is not None and self._reasoning[0] in self._added
+        return prompt.may_reason and self._reasoning is not None and self._reasoning.reasoning[0] in self._added
 
 
 def _functions(use: ToolUse) -> Iterator[tuple[str, Json]]:
@@ -155,9 +140,7 @@ def _functions(use: ToolUse) -> Iterator[tuple[str, Json]]:
 
 def _content(writer: GrammarWriter, grammar: Grammar) -> str:
     """Return a grammar of one of `_CONTENTS` as an expression."""
-    value = json.loads(grammar.text or "{}")
     if grammar.kind == "choice":
-        return either(map(writer.literal, value))
-    return writer.json(
-        {"type": "object"} if grammar.kind == "json_object" else value if isinstance(value, dict) else {}
-    )
+        return either(map(writer.literal, json.loads(grammar.text)))
+    schema = {"type": "object"} if grammar.kind == "json_object" else json.loads(grammar.text)
+    return writer.json(schema if isinstance(schema, dict) else {})

@@ -248,6 +248,7 @@ def tool(**schema: Any) -> list[dict[str, Any]]:
         ("kimi_k3", {"properties": {"a": {"pattern": "a(?=b)"}}}, ".properties.a", ""),
         ("glm47", {"properties": {"a": {"$ref": "#/properties/a"}}}, ".properties.a", "nested too deep"),
         ("glm47", {"type": "array"}, ".type", "must be 'object'"),
+        ("glm47", {"properties": {"a": {"enum": 7}}}, ".properties.a", "enum must be an array"),
     ],
 )
 def test_a_fault_has_its_path(name: str, schema: dict[str, Any], path: str, words: str) -> None:

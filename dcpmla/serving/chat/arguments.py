@@ -44,13 +44,17 @@ class CallEnds:
         self.end = bare.call[1]
         self.texts = tuple(filter(None, (self.end, bare.section[1], bare.section[0], bare.call[0])))
 
-    def find(self, text: str) -> tuple[int, int] | None:
-        """Return the position of the first end in a text, and the position of what follows the call."""
+    def split(self, text: str) -> tuple[str, str, str | None]:
+        """Return a text up to the first end, the part of it that may begin an end, and what follows the call.
+
+        Without an end, nothing follows: None.
+        """
         end = find_first(text, self.texts)
         if end is None:
-            return None
+            cut = len(text) - held_length(text, self.texts)
+            return text[:cut], text[cut:], None
         position, marker = end
-        return position, position + (len(marker) if marker == self.end else 0)
+        return text[:position], "", text[position + (len(marker) if marker == self.end else 0) :]
 
 
 class JsonArguments:
@@ -75,12 +79,12 @@ class JsonArguments:
             self._is_empty = False
         length = self._scanner.scan(text)
         json_text, text = text[:length], text[length:]
-        if self._scanner.is_complete:
-            return json_text, self._after_value(text)
-        if self._scanner.is_broken:
-            broken, following = self._broken(text)
-            return json_text + broken, following
-        return json_text, None
+        if self._scanner.is_complete and not self._ends.end:
+            return json_text, text
+        if not (self._scanner.is_complete or self._scanner.is_broken):
+            return json_text, None
+        before, self._held, following = self._ends.split(text)  # Text between the object and the end is dropped.
+        return json_text + (before if self._scanner.is_broken else ""), following
 
     def finish(self) -> str:
         """Return nothing: only the beginning of an end is held."""
@@ -88,32 +92,13 @@ class JsonArguments:
 
     def _without_start(self, text: str) -> tuple[str, str | None]:
         """Read text where the object should begin: the call's end, or text that is no JSON."""
-        end = self._ends.find(text)
-        if end is not None and end[0] == 0:
-            return "{}", text[end[1] :]
-        if held_length(text, self._ends.texts) == len(text):
-            self._held = text
-            return "", None
-        self._is_empty, self._scanner.is_broken = False, True
-        return self._broken(text)
-
-    def _after_value(self, text: str) -> str | None:
-        """Return the text after the call's end; text between the object and the end is dropped."""
-        if not self._ends.end:
-            return text
-        end = self._ends.find(text)
-        if end is None:
-            self._held = text[len(text) - held_length(text, self._ends.texts) :]
-            return None
-        return text[end[1] :]
-
-    def _broken(self, text: str) -> tuple[str, str | None]:
-        end = self._ends.find(text)
-        if end is not None:
-            return text[: end[0]], text[end[1] :]
-        cut = len(text) - held_length(text, self._ends.texts)
-        self._held = text[cut:]
-        return text[:cut], None
+        before, held, following = self._ends.split(text)
+        if not before and following is not None:
+            return "{}", following
+        self._held = held
+        if before:
+            self._is_empty, self._scanner.is_broken = False, True
+        return before, following
 
 
 class WrappedArguments:

@@ -4,8 +4,6 @@ Sources: `encoding/encoding_dsv32.py`, `encoding/encoding_dsv4.py` and its V4.1 
 examples.
 """
 
-import contextlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -13,7 +11,7 @@ from typing import Any
 
 from dcpmla.serving.chat.encoding import Encoding, Message, reasoning_of, text_of
 from dcpmla.serving.chat.formats import FORMATS
-from dcpmla.serving.chat.values import dumps
+from dcpmla.serving.chat.values import arguments_of, dumps
 
 _BOS, _EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 _USER, _ASSISTANT, _SYSTEM, _REMINDER = "<｜User｜>", "<｜Assistant｜>", "<｜System｜>", "<｜latest_reminder｜>"
@@ -176,7 +174,7 @@ class _DeepseekV32(Encoding):
         is_reasoning = goes_on and reasoning and not text and not calls
         start = reasoning + ("" if is_reasoning else self.calls.reasoning[1]) if reasons else ""
         if calls:  # A call without arguments has an empty line.
-            text += self.calls.written_calls((call["function"]["name"], _arguments(call) or "\n") for call in calls)
+            text += self.calls.written_calls((call["function"]["name"], arguments_of(call) or "\n") for call in calls)
         return start + text + ("" if goes_on else _EOS)
 
 
@@ -233,15 +231,6 @@ class _DeepseekV4(_DeepseekV32):
         message, later = messages[number], _SYSTEM if self.marks_systems and number else ""
         mark = {"system": later, "latest_reminder": _REMINDER}.get(message["role"], _USER)
         return mark + text_of(message) + self._tools(message)
-
-
-def _arguments(call: Message) -> Mapping[str, Any]:
-    """Return the arguments of a call. A text that is no JSON object is the argument `arguments`."""
-    arguments = call["function"].get("arguments") or {}
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
-    return arguments if isinstance(arguments, Mapping) else {"arguments": call["function"]["arguments"]}
 
 
 def _result(messages: Sequence[Message], number: int) -> str:

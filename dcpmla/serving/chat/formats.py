@@ -63,6 +63,7 @@ def _tagged(
     """Return a format of GLM, LongCat or Ling: a tag around a call, tags around keys and values.
 
     Args:
+        mark, types: Attributes of `AnswerFormat`.
         prefix: Beginning of the tags' names.
         line: Text after a name, a key and a value.
         separator: Text between reasoning, content and calls.

@@ -75,11 +75,9 @@ class _KimiK3(Encoding):
         answer = self._element(self._answer(message, reasons), **attributes)
         if not goes_on:
             return answer
-        if message.get("tool_calls"):
-            return answer[: answer.rindex(self.calls.ends[0])]
-        is_reasoning = reasons and reasoning_of(message) and not text
-        end = answer.index(self.calls.reasoning[1]) if is_reasoning else answer.rindex(self.calls.content[1])
-        return answer[:end]
+        if reasons and reasoning_of(message) and not text and not message.get("tool_calls"):
+            return answer[: answer.index(self.calls.reasoning[1])]
+        return answer[: answer.rindex(self.calls.ends[0] if message.get("tool_calls") else self.calls.content[1])]
 
     def _opening(self, last: Message | None, thinking: bool) -> str:
         return _open(role="assistant") + (self.calls.reasoning if thinking else self.calls.content)[0]

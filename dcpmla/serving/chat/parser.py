@@ -5,13 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dcpmla.serving.chat.arguments import (
-    ArgumentReader,
-    CallEnds,
-    JsonArguments,
-    ParameterArguments,
-    WrappedArguments,
-)
+from dcpmla.serving.chat.arguments import ArgumentReader, CallEnds, JsonArguments, ParameterArguments, WrappedArguments
 from dcpmla.serving.chat.events import Piece, PieceCollector, Pieces
 from dcpmla.serving.chat.markup import AnswerFormat, find_first, held_length
 
