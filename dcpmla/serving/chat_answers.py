@@ -7,6 +7,7 @@ from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.serving.answers import Answers, in_json
 from dcpmla.serving.chat.events import Piece, PieceCollector, Pieces
 from dcpmla.serving.chat_body import ChatBody
+from dcpmla.serving.conversation import reasoning_part
 from dcpmla.serving.messages import Output
 from dcpmla.serving.prompts import Prompt, Texts
 from dcpmla.serving.reader import AnswerReader
@@ -94,21 +95,16 @@ def _delta(pieces: Pieces) -> Json:
     delta: Json = {"content": pieces.content} if pieces.content else {}
     if pieces.calls:
         delta["tool_calls"] = [{"index": piece.number, **_call(piece)} for piece in pieces.calls]
-    return {**delta, **_reasoning(pieces)}
+    return {**delta, **reasoning_part(pieces.reasoning)}
 
 
 def _message(pieces: Pieces) -> Json:
     """Return the message of a whole answer."""
     content = None if pieces.calls and not pieces.content else pieces.content
-    message: Json = {"role": "assistant", "content": content, **_reasoning(pieces)}
+    message: Json = {"role": "assistant", "content": content, **reasoning_part(pieces.reasoning)}
     if pieces.calls:
         message["tool_calls"] = [_call(piece) for piece in pieces.calls]
     return message
-
-
-def _reasoning(pieces: Pieces) -> Json:
-    """Return the reasoning under both names that clients know."""
-    return {"reasoning_content": pieces.reasoning, "reasoning": pieces.reasoning} if pieces.reasoning else {}
 
 
 def _call(piece: Piece) -> Json:

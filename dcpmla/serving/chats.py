@@ -6,8 +6,9 @@ from functools import cached_property
 from dcpmla.serving.answer_grammars import AnswerGrammars
 from dcpmla.serving.background import Background, Prepared, prepare
 from dcpmla.serving.chat.events import AnswerParser
-from dcpmla.serving.chat.formats import FORMATS, AnswerFormat, find_format
-from dcpmla.serving.chat.writing import WRITINGS
+from dcpmla.serving.chat.formats import FORMATS, find_format
+from dcpmla.serving.chat.markup import AnswerFormat
+from dcpmla.serving.chat.parser import MarkupParser
 from dcpmla.serving.control_tokens import CUT
 from dcpmla.serving.conversation import Conversation
 from dcpmla.serving.errors import ApiError
@@ -121,35 +122,35 @@ class Chats:
         """Return whether a prompt opens the reasoning: at its end, or somewhere in a message that is continued."""
         if self._reasoning_format is None:
             return False
-        start, end = self._reasoning_format.markup.reasoning
+        start, end = self._reasoning_format.reasoning
         return text.rfind(start) > text.rfind(end) if is_continued else text.rstrip().endswith(start)
 
     def _may_reason(self, text: str, conversation: Conversation) -> bool:
         """Return whether the answer to a prompt that opens no reasoning may open one itself."""
         if self._reasoning_format is None or conversation.thinking is False or conversation.continue_final_message:
             return False
-        closed = self._reasoning_format.markup.reasoning[1], WRITINGS[self._reasoning_format.name].content_start
+        closed = self._reasoning_format.reasoning[1], self._reasoning_format.content[0]
         return not text.rstrip().endswith(tuple(filter(None, closed)))
 
     def _parser(self, conversation: Conversation, prompt: Prompt) -> AnswerParser:
         """Return the parser of an answer to a prompt."""
-        tools, num_calls = conversation.tool_use.tools, conversation.num_calls
-        calls, reasoning = self._call_format, self._reasoning_format
+        tools, calls, reasoning = conversation.tool_use.tools, self._call_format, self._reasoning_format
 
         def parser(chosen: AnswerFormat, parses_calls: bool, parses_reasoning: bool) -> AnswerParser:
-            return chosen.parser(
+            return MarkupParser(
+                chosen,
                 tools,
-                in_reasoning=prompt.in_reasoning and parses_reasoning,
-                parses_calls=parses_calls,
+                in_reasoning=prompt.in_reasoning,
+                parses_calls=parses_calls and bool(tools),
                 parses_reasoning=parses_reasoning,
-                first_call=num_calls,
+                first_call=conversation.num_calls,
             )
 
         if calls is None:
             return PlainParser() if reasoning is None else parser(reasoning, False, True)
         if reasoning is None or calls is reasoning:
-            return parser(calls, bool(tools), reasoning is not None)
-        return ChainedParser(parser(reasoning, False, True), parser(calls, bool(tools), False))
+            return parser(calls, True, reasoning is not None)
+        return ChainedParser(parser(reasoning, False, True), parser(calls, True, False))
 
 
 def _render(prepared: Prepared, given: str | None, conversation: Conversation) -> tuple[str, str]:

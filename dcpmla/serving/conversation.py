@@ -152,10 +152,8 @@ class ChatMessage(BaseModel):
         path = f"messages.{number}"
         content = "" if self.content is None else "".join(texts_of(self.content, f"{path}.content"))
         message: Json = {"role": self.role, "content": content}
-        if self.name is not None:
-            message["name"] = self.name
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
+        named = {"name": self.name, "tool_call_id": self.tool_call_id}
+        message |= {key: value for key, value in named.items() if value is not None}
         reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
         message |= reasoning_part(reasoning or "")
         if self.tool_calls:

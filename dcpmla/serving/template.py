@@ -1,13 +1,13 @@
 """Conversations -> texts of prompts: the chat template, or the model's published encoding."""
 
 import inspect
-import json
 import re
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 from dcpmla.serving.chat.encodings import find_encoding
+from dcpmla.serving.chat.values import arguments_of
 from dcpmla.serving.control_tokens import ControlTokens
 from dcpmla.serving.conversation import Conversation
 from dcpmla.serving.errors import ApiError
@@ -80,7 +80,7 @@ class Template:
                 **arguments,
             )
         if conversation.num_calls and not self._takes_texts:
-            messages = _with_objects(messages)
+            messages = [*map(_with_objects, messages)]
         if "developer" not in self._words:  # Most templates ignore messages of roles that they do not know.
             messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
         return self._apply(messages, list(conversation.tool_use.tools) or None, **arguments, **variables)
@@ -114,19 +114,12 @@ class Template:
         return text
 
 
-def _with_objects(messages: Sequence[Json]) -> list[Json]:
-    """Return messages whose calls have their arguments as objects; text that is none becomes an argument of its own."""
-
-    def converted(call: Json) -> Json:
-        text = call["function"]["arguments"]
-        try:
-            values = json.loads(text)
-        except (ValueError, RecursionError):
-            values = None
-        arguments = values if isinstance(values, dict) else {"arguments": text}
-        return {**call, "function": {**call["function"], "arguments": arguments}}
-
-    return [
-        {**each, "tool_calls": [*map(converted, each["tool_calls"])]} if "tool_calls" in each else each
-        for each in messages
-    ]
+def _with_objects(message: Json) -> Json:
+    """Return a message whose calls have their arguments as objects."""
+    if "tool_calls" not in message:
+        return message
+    calls = message["tool_calls"]
+    return {
+        **message,
+        "tool_calls": [{**each, "function": {**each["function"], "arguments": arguments_of(each)}} for each in calls],
+    }

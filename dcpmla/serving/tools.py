@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -140,28 +140,23 @@ def tool_use(
     Raises:
         ApiError: The choice is not served, or there is no tool to choose.
     """
+    use = ToolUse(tools, is_parallel is not False, (), strict, schema_field)
     if choice in (None, "auto"):
-        return ToolUse(tools, is_parallel is not False, (), strict, schema_field)
+        return use
     if choice == "none":
         return ToolUse()  # The model cannot call what the prompt does not show.
     names = [tool["function"]["name"] for tool in tools]
     if choice == "required":
         if not names:
             raise ApiError(400, "tool_choice is 'required', and there are no tools", param="tool_choice")
-        return ToolUse(tools, is_parallel is not False, names, strict, schema_field)
-    name = _chosen(choice)
-    if name is None:
+        return replace(use, required=names)
+    function: Any = None
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        function = choice.get("function", choice)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
         words = f"tool_choice is {str(choice)[:100]!r}; it must be 'auto', 'none', 'required' or a function's name"
         raise ApiError(400, words, param="tool_choice")
     if name not in names:
         raise ApiError(400, f"tool_choice names {name[:100]!r}, which tools does not have", param="tool_choice")
-    return ToolUse(tools, False, [name], strict, schema_field)
-
-
-def _chosen(choice: str | Mapping[str, Any] | None) -> str | None:
-    """Return the name of the function that must be called, None if the choice is of another kind."""
-    if not isinstance(choice, Mapping) or choice.get("type") != "function":
-        return None
-    function = choice.get("function", choice)
-    name = function.get("name") if isinstance(function, Mapping) else None
-    return name if isinstance(name, str) else None
+    return replace(use, is_parallel=False, required=[name])

@@ -19,9 +19,9 @@ from dcpmla.runtime.grammar_text import compile_grammar
 from dcpmla.runtime.grammars import Follower
 from dcpmla.serving.answer_grammars import AnswerGrammars
 from dcpmla.serving.background import prepare
-from dcpmla.serving.call_grammar import Either, Parts, Pattern, Repeat, Schema, Text, parts_grammar
+from dcpmla.serving.call_grammar import GrammarWriter, either, sequence
 from dcpmla.serving.chat.formats import FORMATS
-from dcpmla.serving.chat.writing import WRITINGS
+from dcpmla.serving.chat.parser import MarkupParser
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Started
 from dcpmla.serving.prompts import Prompt
@@ -139,17 +139,19 @@ def grammar_of(name: str, use: ToolUse, asked: Grammar | None = None, **prompt: 
     return grammar
 
 
+def opening_of(name: str) -> str:
+    """Return the text before the name of the first function."""
+    markup = FORMATS[name]
+    return markup.content[1] + markup.section[0] + markup.call[0] + markup.before_name
+
+
 def read(name: str, text: str) -> tuple[str, str, list[dict[str, Any]]]:
     """Return the reasoning, the content and the calls of an answer, whose arguments must be valid."""
-    parser = FORMATS[name].parser(TOOLS, in_reasoning=False, parses_calls=True, parses_reasoning=True)
+    parser = MarkupParser(FORMATS[name], TOOLS, in_reasoning=False, parses_calls=True, parses_reasoning=True)
     reasoning, content, calls = stream(parser, [text])
     for call in calls:
         VALIDATORS[call["name"]].validate(json.loads(call["arguments"]))
     return reasoning, content, calls
-
-
-def test_every_format_has_a_form_of_calls() -> None:
-    assert WRITINGS.keys() == FORMATS.keys()
 
 
 @pytest.mark.parametrize("is_special", [True, False])
@@ -182,8 +184,8 @@ def test_strict_calls_come_after_any_text(name: str) -> None:
     """Without markup the answer is a text; with it, calls follow the schemas. The model may reason first."""
     opens = name != "kimi_k3"  # its prompts open the reasoning, or the content
     grammar = grammar_of(name, ToolUse(TOOLS, strict=STRICT), may_reason=opens)
-    writing, (start, end) = WRITINGS[name], FORMATS[name].markup.reasoning if opens else ("", "")
-    called = f"I look </ here{writing.before}{writing.opening}"
+    start, end = FORMATS[name].reasoning if opens else ("", "")
+    called = f"I look </ here{opening_of(name)}"
     for begun, expected in (
         (called, "I look </ here"),
         (f"{start}{'hm' * opens}{end}{called}", "I look </ here"),
@@ -206,8 +208,8 @@ def test_structured_output_beside_tools(name: str) -> None:
     """The answer calls a tool, or is JSON of the schema, after the reasoning that the model may open."""
     asked = Grammar("json_schema", json.dumps(SCHEMAS["list"]))
     grammar = grammar_of(name, ToolUse(TOOLS, strict=STRICT), asked, may_reason=True)
-    writing, (start, end) = WRITINGS[name], FORMATS[name].markup.reasoning
-    for begun in (writing.before + writing.opening, "{", f"{start}hm{end}" + "{"):
+    start, end = FORMATS[name].reasoning
+    for begun in (opening_of(name), "{", f"{start}hm{end}" + "{"):
         texts = [written(tokenizer_of(name), grammar, seed, begun) for seed in range(8)]
         for text in filter(None, texts):
             _, content, calls = read(name, text)
@@ -221,7 +223,7 @@ def test_a_grammar_starts_after_the_reasoning() -> None:
     asked = Grammar("json_object")
     for name, length in (("glm47", 1), ("kimi_k3", 6 + len("thinkresponse"))):
         grammar = grammar_of(name, ToolUse(), asked, in_reasoning=True)
-        end = FORMATS[name].markup.reasoning[1] + WRITINGS[name].content_start
+        end = FORMATS[name].reasoning[1] + FORMATS[name].content[0]
         assert tokenizer_of(name).decode(grammar.starts_after) == end
         assert len(grammar.starts_after) <= length
         assert (grammar.kind, grammar_of(name, ToolUse(), asked)) == ("json_object", asked)
@@ -246,6 +248,7 @@ def tool(**schema: Any) -> list[dict[str, Any]]:
         ("kimi_k3", {"properties": {"a": {"pattern": "a(?=b)"}}}, ".properties.a", ""),
         ("glm47", {"properties": {"a": {"$ref": "#/properties/a"}}}, ".properties.a", "nested too deep"),
         ("glm47", {"type": "array"}, ".type", "must be 'object'"),
+        ("glm47", {"properties": {"a": {"enum": 7}}}, ".properties.a", "enum must be an array"),
     ],
 )
 def test_a_fault_has_its_path(name: str, schema: dict[str, Any], path: str, words: str) -> None:
@@ -294,7 +297,9 @@ def test_references_lead_into_the_function_s_schema(name: str) -> None:
     validator, num_read = jsonschema.Draft202012Validator({"type": "object", **schema}), 0
     for seed in range(12):
         if text := written(tokenizer_of(name), grammar, seed):
-            parser = FORMATS[name].parser(tool(**schema), in_reasoning=False, parses_calls=True, parses_reasoning=True)
+            parser = MarkupParser(
+                FORMATS[name], tool(**schema), in_reasoning=False, parses_calls=True, parses_reasoning=True
+            )
             (call,) = stream(parser, [text])[2]
             validator.validate(json.loads(call["arguments"]))
             num_read += 1
@@ -306,10 +311,10 @@ def test_calls_of_functions_that_are_not_strict_are_free(name: str) -> None:
     """A schema that cannot be enforced is then no fault, and the parser reads what the grammar allows."""
     tools = tool(properties={"a": {"type": "array", "uniqueItems": True}}, anyOf=[{"required": ["a"]}])
     grammar = grammar_of(name, ToolUse(tools, strict={"list": True}))
-    writing = WRITINGS[name]
-    begun = writing.before + writing.opening + writing.forms[0].start.partition("{name}")[0] + "f"
+    begun = opening_of(name) + "f"
     parsers = (
-        FORMATS[name].parser(tools, in_reasoning=False, parses_calls=True, parses_reasoning=True) for _ in range(9)
+        MarkupParser(FORMATS[name], tools, in_reasoning=False, parses_calls=True, parses_reasoning=True)
+        for _ in range(9)
     )
     texts = (written(tokenizer_of(name), grammar, seed, begun) for seed in range(9))
     calls = [stream(parser, [text])[2] for text, parser in zip(texts, parsers, strict=True) if text]
@@ -336,9 +341,11 @@ def test_wrapped_calls_keep_to_schemas_that_tags_cannot() -> None:
     assert "arg_key" not in text
 
 
-def test_parts_without_special_tokens() -> None:
-    parts: Parts = ["a", Repeat([Either([[Text("</v>")], [Pattern("[0-9]/")]])], "-", 2), Schema({"type": "null"})]
-    matcher = compile_grammar(vocabulary_of(tokenizer_of("mistral")), "grammar", parts_grammar(parts, {}).text)
+def test_expressions_without_special_tokens() -> None:
+    writer = GrammarWriter({})
+    values = writer.repeated(either([writer.text("</v>"), r"/[0-9]\//"]), writer.literal("-"), 2)
+    grammar = writer.grammar(sequence(writer.literal("a"), values, writer.json({"type": "null"})))
+    matcher = compile_grammar(vocabulary_of(tokenizer_of("mistral")), "grammar", grammar.text)
     tokenizer = tokenizer_of("mistral")
     for text, is_whole in (("ax\n</v>null", True), ("a1/-b</v>null", True), ("a1/-2/-3/null", False)):
         tokens = tokenizer(text)["input_ids"]

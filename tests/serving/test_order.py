@@ -42,7 +42,7 @@ BODY: dict[str, Any] = {"model": "m", "messages": [USER], "max_tokens": 9}
 
 def sections_of(name: str, reasoning: str, sections: Sequence[tuple[str, list[Call]]]) -> str:
     """Return an answer with texts and calls in turns, as a format writes each of the two."""
-    markup = FORMATS[name].markup
+    markup = FORMATS[name]
     first, *others = [render(TEMPLATES[name], reasoning, text, calls) for text, calls in sections]
     rest = [each.split(markup.reasoning[1], 1)[1].removeprefix(markup.after_reasoning) for each in others]
     return "".join([first, *rest])

@@ -3,22 +3,13 @@
 import re
 import secrets
 import string
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
 
-from dcpmla.serving.chat.events import AnswerParser
-from dcpmla.serving.chat.markup import Markup, Parameters
-from dcpmla.serving.chat.parser import MarkupParser
+from dcpmla.serving.chat.markup import AnswerFormat, Tags
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
 _KIMI_ID = re.compile(r"functions\..+:\d+", re.DOTALL)
-_NAME = re.compile(r"(?P<name>\S+)")
-_THINK = ("<think>", "</think>")
-
-
-def _random_id(name: str, written: str | None, number: int) -> str:
-    return f"call_{secrets.token_hex(12)}"
+_TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 
 
 def _kimi_id(name: str, written: str | None, number: int) -> str:
@@ -33,193 +24,138 @@ def _mistral_id(name: str, written: str | None, number: int) -> str:
     return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
 
 
-@dataclass(frozen=True)
-class AnswerFormat:
-    """The format of a family's answers.
-
-    Attributes:
-        name: vLLM's name of its parser.
-        make_id: Function of the function's name, the id that the model wrote (None if it wrote none) and the number
-            of calls before this one that returns the call's id.
-    """
-
-    name: str
-    markup: Markup
-    make_id: Callable[[str, str | None, int], str] = _random_id
-
-    def parser(
-        self,
-        tools: Sequence[Mapping[str, Any]],
-        *,
-        in_reasoning: bool,
-        parses_calls: bool,
-        parses_reasoning: bool,
-        first_call: int = 0,
-    ) -> AnswerParser:
-        """Return a parser of one answer.
-
-        Args:
-            tools: Tools of the request, as OpenAI's API has them. Calls of other functions are text; without tools,
-                all functions may be called.
-            in_reasoning: Whether the prompt opened the reasoning, so that the answer begins inside it.
-            parses_calls: Whether calls are parsed; otherwise their markup is text.
-            parses_reasoning: Whether reasoning is parsed; otherwise its markup is content.
-            first_call: Number of calls in the conversation before this answer, which ids of Kimi count.
-        """
-        functions = [tool.get("function") or {} for tool in tools]
-        schemas = {function["name"]: function.get("parameters") or {} for function in functions if "name" in function}
-        return MarkupParser(
-            self.markup,
-            schemas,
-            self.make_id,
-            in_reasoning=in_reasoning,
-            parses_calls=parses_calls,
-            parses_reasoning=parses_reasoning,
-            first_call=first_call,
-        )
-
-
-def _deepseek(header_end: str, prefix: str = "") -> Markup:
-    """Return the markup of DeepSeek V3 and V3.1: arguments in JSON, a token for each boundary."""
-    return Markup(
-        reasoning=_THINK,
-        section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-        call=(f"<｜tool▁call▁begin｜>{prefix}", "<｜tool▁call▁end｜>"),
-        header=_NAME,
-        stops=(header_end,),
-        consumed=header_end,
-    )
-
-
-def _dsml(section: str, space: str = "") -> Markup:
-    """Return the markup of DeepSeek V3.2 and later.
+def _dsml(name: str, section: str, space: str = "") -> AnswerFormat:
+    """Return the format of DeepSeek V3.2 and later.
 
     Args:
         section: Name of the element around calls.
         space: Text between the token DSML and the name of an element.
     """
     open_, close = f"<｜DSML｜{space}", f"</｜DSML｜{space}"
-    key = re.compile(r'(?P<key>.*?)" string="(?P<type>true|false)">', re.DOTALL)
-    return Markup(
-        reasoning=_THINK,
-        section=(f"{open_}{section}>", f"{close}{section}>"),
-        call=(f'{open_}invoke name="', f"{close}invoke>"),
-        header=_NAME,
-        stops=('">',),
-        consumed='">',
-        parameters=Parameters(f'{open_}parameter name="', key, f"{close}parameter>", string_type="true"),
-        before_calls="\n\n",
+    return AnswerFormat(
+        name=name,
+        marks=(f"｜DSML｜{space}{section}",),
+        types=(name,),
+        section=(f"\n\n{open_}{section}>\n", f"\n{close}{section}>"),
+        between="\n",
+        call=(f'{open_}invoke name="', f"\n{close}invoke>"),
+        header_end='">',
+        tags=Tags(
+            f'\n{open_}parameter name="',
+            '" string="{type}">',
+            f"{close}parameter>",
+            re.compile(r'(?P<key>.*?)" string="(?P<type>true|false)">', re.DOTALL),
+            {**dict.fromkeys(_TYPES, "false"), "string": "true"},
+        ),
     )
 
 
-def _tagged(prefix: str = "", wraps: bool = False, separator: str = "") -> Markup:
-    """Return the markup of GLM, LongCat and Ling: a tag around a call, tags around keys and values.
+def _tagged(
+    name: str,
+    mark: str,
+    types: tuple[str, ...] = (),
+    *,
+    prefix: str = "",
+    line: str = "",
+    separator: str = "",
+    wraps: bool = False,
+) -> AnswerFormat:
+    """Return a format of GLM, LongCat or Ling: a tag around a call, tags around keys and values.
 
     Args:
+        mark, types: Attributes of `AnswerFormat`.
         prefix: Beginning of the tags' names.
-        wraps: Whether a call may be a JSON object instead.
+        line: Text after a name, a key and a value.
         separator: Text between reasoning, content and calls.
     """
-    start, end = f"<{prefix}tool_call>", f"</{prefix}tool_call>"
     key = re.compile(rf"(?P<key>.*?)</{prefix}arg_key>\s*<{prefix}arg_value>", re.DOTALL)
-    return Markup(
+    middle = f"</{prefix}arg_key>{line}<{prefix}arg_value>"
+    return AnswerFormat(
+        name=name,
+        marks=(mark,),
+        types=types,
         reasoning=(f"<{prefix}think>", f"</{prefix}think>"),
-        call=(start, end),
-        header=_NAME,
-        stops=(f"<{prefix}arg_key>", end),
-        parameters=Parameters(f"<{prefix}arg_key>", key, f"</{prefix}arg_value>"),
-        wraps=wraps,
-        before_calls=separator,
         after_reasoning=separator,
+        call=(f"{separator}<{prefix}tool_call>", f"</{prefix}tool_call>"),
+        header_end=line,
+        tags=Tags(f"<{prefix}arg_key>", middle, f"</{prefix}arg_value>{line}", key),
+        wraps=wraps,
     )
 
 
-_KIMI_K2 = Markup(
-    reasoning=_THINK,
-    section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-    call=("<|tool_call_begin|>", "<|tool_call_end|>"),
-    header=re.compile(r"(?P<id>(?:functions\.)?(?P<name>\S+?)(?::\d+)?)"),
-    stops=("<|tool_call_argument_begin|>",),
-    consumed="<|tool_call_argument_begin|>",
-)
-_KIMI_K3 = Markup(
-    reasoning=("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
-    section=("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),
-    call=('<|open|>call tool="', "<|close|>call<|sep|>"),
-    header=re.compile(r'(?P<name>[^\s"]+)"(?: index="\d+")?'),
-    stops=("<|sep|>",),
-    consumed="<|sep|>",
-    parameters=Parameters(
-        '<|open|>argument key="',
-        re.compile(r'(?P<key>[^"]*)" type="(?P<type>\w+)"<\|sep\|>'),
-        "<|close|>argument<|sep|>",
-        string_type="string",
-        escapes=True,
-    ),
-    dropped=(
-        "<|open|>response<|sep|>",
-        "<|close|>response<|sep|>",
-        "<|close|>message<|sep|>",
-        "<|end_of_msg|>",
-    ),
-)
-_MISTRAL = Markup(
-    reasoning=("[THINK]", "[/THINK]"),
-    call=("[TOOL_CALLS]", ""),
-    header=re.compile(r"(?P<name>[^\s\[\]]+)(?:\[CALL_ID\](?P<id>\w+))?"),
-    stops=("[ARGS]", "{"),
-    consumed="[ARGS]",
-)
-
+# The first format whose marks a template has is the template's.
 FORMATS: Mapping[str, AnswerFormat] = {
     each.name: each
     for each in (
-        AnswerFormat("deepseek_v3", _deepseek("```json", prefix="function<｜tool▁sep｜>")),
-        AnswerFormat("deepseek_v31", _deepseek("<｜tool▁sep｜>")),
-        AnswerFormat("deepseek_v32", _dsml("function_calls")),
-        AnswerFormat("deepseek_v4", _dsml("tool_calls")),
-        AnswerFormat("deepseek_v41", _dsml("calls", space=" ")),
-        AnswerFormat("kimi_k2", _KIMI_K2, _kimi_id),
-        AnswerFormat("kimi_k3", _KIMI_K3),
-        AnswerFormat("glm45", _tagged(separator="\n")),
-        AnswerFormat("glm47", _tagged()),
-        AnswerFormat("longcat", _tagged("longcat_", wraps=True)),
-        AnswerFormat("mistral", _MISTRAL, _mistral_id),
-        AnswerFormat("ling", _tagged(wraps=True, separator="\n")),
+        AnswerFormat(
+            name="deepseek_v3",
+            marks=("<｜tool▁sep｜>", "```json"),
+            types=("deepseek_v3",),
+            section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+            between="\n",
+            call=("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+            header_end="\n```json\n",
+            after_arguments="\n```",
+        ),
+        AnswerFormat(
+            name="deepseek_v31",
+            marks=("<｜tool▁sep｜>",),
+            section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+            call=("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+            header_end="<｜tool▁sep｜>",
+        ),
+        _dsml("deepseek_v41", "calls", space=" "),
+        _dsml("deepseek_v4", "tool_calls"),
+        _dsml("deepseek_v32", "function_calls"),
+        AnswerFormat(
+            name="kimi_k2",
+            marks=("<|tool_calls_section_begin|>",),
+            types=("kimi_k2", "kimi_k25", "kimi_linear"),
+            section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+            call=("<|tool_call_begin|>", "<|tool_call_end|>"),
+            header=re.compile(r"(?P<id>(?:functions\.)?(?P<name>\S+?)(?::\d+)?)"),
+            before_name="functions.",
+            numbering=":{number}",
+            header_end="<|tool_call_argument_begin|>",
+            make_id=_kimi_id,
+        ),
+        AnswerFormat(
+            name="kimi_k3",
+            marks=("<|open|>",),
+            types=("kimi_k3",),
+            reasoning=("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+            content=("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
+            ends=("<|close|>message<|sep|>", "<|end_of_msg|>"),
+            section=("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),
+            call=('<|open|>call tool="', "<|close|>call<|sep|>"),
+            header=re.compile(r'(?P<name>[^\s"]+)"(?: index="\d+")?'),
+            numbering='" index="{number}"',
+            header_end="<|sep|>",
+            tags=Tags(
+                '<|open|>argument key="',
+                '" type="{type}"<|sep|>',
+                "<|close|>argument<|sep|>",
+                re.compile(r'(?P<key>[^"]*)" type="(?P<type>\w+)"<\|sep\|>'),
+                {**{kind: kind for kind in _TYPES}, "integer": "number"},
+                escapes=True,
+            ),
+        ),
+        _tagged("longcat", "<longcat_tool_call>", ("longcat_flash",), prefix="longcat_", line="\n", wraps=True),
+        AnswerFormat(
+            name="mistral",
+            marks=("[TOOL_CALLS]",),
+            types=("mistral3", "mistral4", "mistral_large4"),
+            reasoning=("[THINK]", "[/THINK]"),
+            call=("[TOOL_CALLS]", ""),
+            header=re.compile(r"(?P<name>[^\s\[\]]+)(?:\[CALL_ID\](?P<id>\w+))?"),
+            header_end="[ARGS]",
+            stops_too="{",
+            make_id=_mistral_id,
+        ),
+        _tagged("glm45", "\\n<tool_call>' +", line="\n", separator="\n"),
+        _tagged("glm47", "<arg_key>", ("glm4_moe_lite", "glm_moe_dsa", "glm5_next")),
+        _tagged("ling", "<tool_call>", ("bailing_hybrid",), line="\n", separator="\n", wraps=True),
     )
-}
-
-# Markup in a template, and its format; the first that the template has counts.
-_MARKS = (
-    ("｜DSML｜ calls", "deepseek_v41"),
-    ("｜DSML｜tool_calls", "deepseek_v4"),
-    ("｜DSML｜function_calls", "deepseek_v32"),
-    ("<|tool_calls_section_begin|>", "kimi_k2"),
-    ("<|open|>", "kimi_k3"),
-    ("<longcat_tool_call>", "longcat"),
-    ("[TOOL_CALLS]", "mistral"),
-    ("\\n<tool_call>' +", "glm45"),
-    ("<arg_key>", "glm47"),
-    ("<tool_call>", "ling"),
-)
-# Formats of types whose template does not show them, or is absent.
-_TYPES = {
-    "deepseek_v3": "deepseek_v3",
-    "deepseek_v32": "deepseek_v32",
-    "deepseek_v4": "deepseek_v4",
-    "deepseek_v41": "deepseek_v41",
-    "kimi_k2": "kimi_k2",
-    "kimi_k25": "kimi_k2",
-    "kimi_linear": "kimi_k2",
-    "kimi_k3": "kimi_k3",
-    "glm4_moe_lite": "glm47",
-    "glm_moe_dsa": "glm47",
-    "glm5_next": "glm47",
-    "longcat_flash": "longcat",
-    "mistral3": "mistral",
-    "mistral4": "mistral",
-    "mistral_large4": "mistral",
-    "bailing_hybrid": "ling",
 }
 
 
@@ -232,9 +168,7 @@ def find_format(model_type: str, chat_template: str | None) -> AnswerFormat | No
         model_type: Field `model_type` of the model's config.
         chat_template: The model's template, or the text of the checkpoint's own encoder; None if it has neither.
     """
-    template = chat_template or ""
-    if "<｜tool▁sep｜>" in template:
-        return FORMATS["deepseek_v3" if "```json" in template else "deepseek_v31"]
-    by_mark = next((name for mark, name in _MARKS if mark in template), None)
-    name = by_mark or _TYPES.get(model_type.removesuffix("_text"))
-    return FORMATS[name] if name is not None else None
+    template, kind = chat_template or "", model_type.removesuffix("_text")
+    by_marks = (each for each in FORMATS.values() if all(mark in template for mark in each.marks))
+    by_type = (each for each in FORMATS.values() if kind in each.types)
+    return next(by_marks, None) or next(by_type, None)

@@ -2,13 +2,12 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dcpmla.serving.chat.arguments import ArgumentReader, CallEnds, JsonArguments, WrappedArguments
+from dcpmla.serving.chat.arguments import ArgumentReader, CallEnds, JsonArguments, ParameterArguments, WrappedArguments
 from dcpmla.serving.chat.events import Piece, PieceCollector, Pieces
-from dcpmla.serving.chat.markup import Markup, find_first, held_length
-from dcpmla.serving.chat.parameters import ParameterArguments
+from dcpmla.serving.chat.markup import AnswerFormat, find_first, held_length
 
 _CHUNK = 1024  # characters that are searched for markers at once: time grows with the text's length alone
 _NAME = re.compile(r"[\w.:/-]{1,256}")  # names of functions if the request has no tools
@@ -40,30 +39,30 @@ class MarkupParser:
     before or between calls is dropped.
 
     Args:
-        schemas: JSON schema of each tool's parameters by name; without tools any name is one.
-        make_id: Function that returns a call's id from the function's name, the id that the model wrote (None if none)
-            and the number of calls in the conversation before it.
-        in_reasoning: Whether the answer begins inside the reasoning.
+        tools: Tools of the request, as OpenAI's API has them. Calls of other functions are text; without tools, all
+            functions may be called.
+        in_reasoning: Whether the prompt opened the reasoning, so that the answer begins inside it.
         parses_calls: Whether calls are parsed; otherwise their markup is text.
-        parses_reasoning: Whether reasoning is parsed; otherwise its markup is text.
-        first_call: Number of calls in the conversation before the answer.
+        parses_reasoning: Whether reasoning is parsed; otherwise its markup is content.
+        first_call: Number of calls in the conversation before this answer, which ids of Kimi count.
     """
 
     def __init__(
         self,
-        markup: Markup,
-        schemas: Mapping[str, Mapping[str, Any]],
-        make_id: Callable[[str, str | None, int], str],
+        answer_format: AnswerFormat,
+        tools: Sequence[Mapping[str, Any]],
         *,
         in_reasoning: bool,
         parses_calls: bool,
         parses_reasoning: bool,
-        first_call: int,
+        first_call: int = 0,
     ) -> None:
-        self._markup, self._schemas, self._make_id = markup, schemas, make_id
+        self._format, self._before_calls = answer_format.bare, answer_format.before_calls
+        functions = [tool.get("function") or {} for tool in tools]
+        self._schemas = {each["name"]: each.get("parameters") or {} for each in functions if "name" in each}
         self._parses_calls, self._parses_reasoning = parses_calls, parses_reasoning
         self._first_call = first_call
-        self._ends = CallEnds(markup)
+        self._ends = CallEnds(self._format)
         self._in_reasoning = in_reasoning and parses_reasoning
         self._may_reason = parses_reasoning  # until the answer has other text
         self._in_section = False
@@ -112,30 +111,29 @@ class MarkupParser:
         markers, calls = self._markers()
         next_marker = find_first(self._text, markers)
         if next_marker is None:
-            before = self._markup.before_calls
-            kept = held_length(self._text, (*markers, *(before + call for call in calls)))
+            kept = held_length(self._text, (*markers, *(self._before_calls + call for call in calls)))
             self._show(self._cut(len(self._text) - kept))
             return False
         position, marker = next_marker
         if marker in calls:
             return self._read_call(position, marker)
-        if marker == self._markup.reasoning[0] and self._text[:position].strip():
+        if marker == self._format.reasoning[0] and self._text[:position].strip():
             self._show(self._cut(position + len(marker)))  # reasoning comes before content
             return True
         self._show(self._cut(position))
         self._cut(len(marker))
-        if marker == self._markup.reasoning[0]:
+        if marker == self._format.reasoning[0]:
             self._in_reasoning, self._space = True, ""
-        elif marker == self._markup.reasoning[1]:
+        elif marker == self._format.reasoning[1]:
             self._in_reasoning = self._may_reason = False
-            self._after_reasoning = self._markup.after_reasoning
-        elif marker == self._markup.section[1]:
+            self._after_reasoning = self._format.after_reasoning
+        elif marker == self._format.section[1]:
             self._in_section, self._space = False, ""  # White space after the last call is markup.
         return True
 
     def _markers(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the markers that count now, and the beginnings of calls among them."""
-        markup = self._markup
+        markup = self._format
         calls = tuple(start for start in (markup.section[0], markup.call[0]) if start and self._parses_calls)
         start = (markup.reasoning[0],) if self._may_reason else ()
         if self._in_reasoning:
@@ -145,7 +143,7 @@ class MarkupParser:
 
     def _read_call(self, position: int, marker: str) -> bool:
         """Read the beginning of a call at a position, and return whether there may be more markers."""
-        before = self._markup.before_calls
+        before = self._before_calls
         start = position - (len(before) if self._text.endswith(before, 0, position) else 0)
         opening = self._open(position, marker)
         if opening is True:
@@ -157,17 +155,17 @@ class MarkupParser:
         self._show(self._text[:start])
         self._text = self._text[opening.position :]
         self._in_reasoning = self._may_reason = self._has_content = False
-        self._in_section = bool(self._markup.section[1])
+        self._in_section = bool(self._format.section[1])
         self._space = ""
         number, self._num_calls = self._num_calls, self._num_calls + 1
-        call_id = self._make_id(opening.name, opening.call_id, self._first_call + number)
+        call_id = self._format.make_id(opening.name, opening.call_id, self._first_call + number)
         self._out.add(Piece("call", "", number, call_id, opening.name))
         self._reader = self._reader_of(opening)
         return True
 
     def _open(self, position: int, marker: str) -> _Opening | bool:
         """Return the beginning of a call at a marker, False if it is none, True if that needs more text."""
-        markup, text = self._markup, self._text
+        markup, text = self._format, self._text
         position += len(marker)
         if marker == markup.section[0]:
             position += len(text[position:]) - len(text[position:].lstrip())
@@ -185,7 +183,7 @@ class MarkupParser:
         match = markup.header.fullmatch(header[:length].strip())
         if match is None or not self._is_tool(match["name"]):
             return False
-        end = position + length + (len(stop) if stop == markup.consumed else 0)
+        end = position + length + (len(stop) if stop == markup.header_end else 0)
         return _Opening(match["name"], match.groupdict().get("id"), end)
 
     def _open_wrapped(self, position: int) -> _Opening | bool:
@@ -207,9 +205,9 @@ class MarkupParser:
     def _reader_of(self, opening: _Opening) -> ArgumentReader:
         if opening.is_wrapped:
             return WrappedArguments(self._ends)
-        if self._markup.parameters is None:
+        if self._format.tags is None:
             return JsonArguments(self._ends)
-        return ParameterArguments(self._ends, self._markup.parameters, self._schemas.get(opening.name, {}))
+        return ParameterArguments(self._ends, self._format.tags, self._schemas.get(opening.name, {}))
 
     def _cut(self, length: int) -> str:
         """Remove the beginning of the text that is not parsed yet, and return it."""

@@ -17,6 +17,15 @@ def dumps(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def arguments_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments of a call of the history. A text that is no JSON object is the argument `arguments`."""
+    arguments = call["function"].get("arguments") or {}
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    return arguments if isinstance(arguments, Mapping) else {"arguments": call["function"]["arguments"]}
+
+
 def json_inside(text: str) -> str:
     """Return a text as it is written between the quotes of a JSON string."""
     return dumps(text)[1:-1]

@@ -11,6 +11,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dcpmla.serving.chat.events import AnswerParser, Pieces
 from dcpmla.serving.chat.formats import FORMATS
+from dcpmla.serving.chat.parser import MarkupParser
 
 _DSML = """\
 {%- macro tag(name) %}｜DSML｜SPACE{{ name }}{% endmacro -%}
@@ -115,17 +116,17 @@ def _compiled(template: str) -> Template:
 
 def markers_of(name: str) -> list[str]:
     """Return the texts that structure answers in a format."""
-    markup = FORMATS[name].markup
+    markup = FORMATS[name].bare
     texts = [*markup.reasoning, *markup.section, *markup.call, *markup.stops, *markup.dropped]
-    if markup.parameters is not None:
-        texts += [markup.parameters.start, markup.parameters.end]
+    if markup.tags is not None:
+        texts += [markup.tags.start, markup.tags.end]
     return [text for text in texts if len(text) > 1]
 
 
 def parser_of(name: str, **options: Any) -> AnswerParser:
     """Return a parser that reads everything, of an answer outside the reasoning."""
     defaults = {"in_reasoning": False, "parses_calls": True, "parses_reasoning": True}
-    return FORMATS[name].parser(TOOLS, **{**defaults, **options})
+    return MarkupParser(FORMATS[name], TOOLS, **{**defaults, **options})
 
 
 def cut(text: str, sizes: list[int]) -> list[str]:
@@ -189,7 +190,7 @@ def _values(name: str, schema: dict[str, Any]) -> SearchStrategy[Any]:
 @composite
 def some_calls(draw: DrawFn, name: str) -> list[Call]:
     """Draw calls of the tools whose texts a format can write: a text with a value's end and what follows it is not."""
-    parameters = FORMATS[name].markup.parameters
+    parameters = FORMATS[name].tags
 
     def is_written(value: Any) -> bool:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -207,8 +208,8 @@ def some_calls(draw: DrawFn, name: str) -> list[Call]:
 
 
 def _ends_early(name: str, text: str) -> bool:
-    markup = FORMATS[name].markup
-    assert markup.parameters is not None
-    end, *after = (markup.parameters.end, markup.parameters.start, *markup.call, *markup.section)
+    markup = FORMATS[name].bare
+    assert markup.tags is not None
+    end, *after = (markup.tags.end, markup.tags.start, *markup.call, *markup.section)
     parts = (text + end).split(end)[1:]
     return any(part.lstrip().startswith(tuple(filter(None, after))) for part in parts)

@@ -7,6 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dcpmla.serving.chat.formats import FORMATS
+from dcpmla.serving.chat.parser import MarkupParser
 from tests.serving.chat.answers import (
     LONGCAT_TAGS,
     TEMPLATES,
@@ -42,7 +43,7 @@ def test_round_trip(name: str, data: st.DataObject) -> None:
     calls = data.draw(some_calls(name))
     reasoning, content = data.draw(PLAIN), data.draw(PLAIN)
     answer = render(template, reasoning, content, calls)
-    opened = FORMATS[name].markup.reasoning[0]
+    opened = FORMATS[name].bare.reasoning[0]
     sizes = data.draw(SIZES)
     for start, in_reasoning in (("", False), (opened, True)):
         parser = parser_of(name, in_reasoning=in_reasoning)
@@ -55,7 +56,7 @@ def test_round_trip(name: str, data: st.DataObject) -> None:
 @given(data=st.data())
 def test_text_without_calls_is_unchanged(name: str, data: st.DataObject) -> None:
     """Beginnings of markers, and whole markers without a call, are text."""
-    markup = FORMATS[name].markup
+    markup = FORMATS[name].bare
     whole = [*markup.section[:1], markup.call[0], markup.call[1], markup.reasoning[1]]
     begun = [marker[:length] for marker in markers_of(name) for length in (1, len(marker) // 2, len(marker) - 1)]
     drawn = st.sampled_from([*begun, *whole, *markup.section[1:], "\n", "\n\n", " ", "other"]) | PLAIN
@@ -82,7 +83,7 @@ CALL = {"name": "search", "arguments": {"query": "a b", "limit": 3}}
 @pytest.mark.parametrize("name", NAMES)
 def test_a_switch_leaves_its_markup_in_the_content(name: str) -> None:
     """The wrapper of Kimi-K3's responses is removed in any case: it is not part of calls or reasoning."""
-    markup, answer = FORMATS[name].markup, answer_of(name, [CALL])
+    markup, answer = FORMATS[name].bare, answer_of(name, [CALL])
     plain = answer
     for dropped in markup.dropped:
         plain = plain.replace(dropped, "")
@@ -102,7 +103,7 @@ def test_a_switch_leaves_its_markup_in_the_content(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_reasoning(name: str) -> None:
-    start, end = FORMATS[name].markup.reasoning
+    start, end = FORMATS[name].bare.reasoning
     inside = {"in_reasoning": True}
     assert stream(parser_of(name), [f"\n{start}a", f"b{end}c"]) == ("ab", "c", [])
     assert stream(parser_of(name, **inside), [f"{start}a{end}", "c"]) == ("a", "c", [])  # opened twice
@@ -113,7 +114,7 @@ def test_reasoning(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_call_ends_the_reasoning(name: str) -> None:
-    answer = answer_of(name, [CALL]).split(FORMATS[name].markup.reasoning[1])[1]
+    answer = answer_of(name, [CALL]).split(FORMATS[name].bare.reasoning[1])[1]
     shown = stream(parser_of(name, in_reasoning=True), ["so ", *cut(answer, [4])])
     assert shown[0].startswith("so ")
     assert shown[1] == ""
@@ -123,7 +124,7 @@ def test_a_call_ends_the_reasoning(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_pieces_come_as_soon_as_they_are_certain(name: str) -> None:
     """One character at a time: a name with the end of its header, texts of arguments with each character."""
-    markup = FORMATS[name].markup
+    markup = FORMATS[name].bare
     text = "0123456789" * 5
     answer = answer_of(name, [{"name": "search", "arguments": {"query": text}}])
     parser, shown = parser_of(name), []
@@ -168,18 +169,18 @@ def test_unfinished_calls(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_calls_of_other_functions_are_text(name: str) -> None:
     other = {"name": "delete", "arguments": {}}
-    answer = answer_of(name, [other]).split(FORMATS[name].markup.reasoning[1])[1]
-    for dropped in FORMATS[name].markup.dropped:
+    answer = answer_of(name, [other]).split(FORMATS[name].bare.reasoning[1])[1]
+    for dropped in FORMATS[name].bare.dropped:
         answer = answer.replace(dropped, "")
     assert stream(parser_of(name), cut(answer, [7])) == ("", answer, [])
-    without_tools = FORMATS[name].parser([], in_reasoning=False, parses_calls=True, parses_reasoning=True)
+    without_tools = MarkupParser(FORMATS[name], [], in_reasoning=False, parses_calls=True, parses_reasoning=True)
     assert as_values(stream(without_tools, [answer])[2]) == [other]
     after = stream(parser_of(name), [answer + answer_of(name, [CALL], content="")])
     assert as_values(after[2]) == [CALL]
     assert "delete" in after[1]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if FORMATS[name].markup.parameters is None])
+@pytest.mark.parametrize("name", [name for name in NAMES if FORMATS[name].bare.tags is None])
 @pytest.mark.parametrize(
     "broken", ['{"query": a}', '{"query": "a"b"}', '{"a": "line\nbreak"}', "query=a", '{"query": "a"]']
 )
@@ -195,8 +196,8 @@ def test_broken_json_ends_with_the_call(name: str, broken: str) -> None:
 @pytest.mark.parametrize("start", ["", "call"])
 def test_the_size_of_a_piece_changes_nothing(name: str, start: str) -> None:
     """A whole answer of 100,000 characters that repeats markup is read as its pieces are."""
-    markup = FORMATS[name].markup
-    spam = (markup.call[0] + (markup.parameters.start if markup.parameters else "{")) * 3000
+    markup = FORMATS[name].bare
+    spam = (markup.call[0] + (markup.tags.start if markup.tags else "{")) * 3000
     answer = (answer_of(name, [CALL]) if start else "") + "x" + spam[:100_000]
     whole, pieces = (stream(parser_of(name), each) for each in ([answer], cut(answer, [997])))
     assert whole[:2] == pieces[:2]

@@ -1,0 +1,130 @@
+"""The base of the published encodings of models whose checkpoints have no chat template."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dcpmla.serving.chat.markup import AnswerFormat
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoding(ABC):
+    """A renderer of conversations, in place of a chat template. Special tokens are part of the text.
+
+    Attributes:
+        calls: Format of answers, in which calls of the history are written.
+        efforts: Text for each level of effort, that of None for the default; empty if levels are ignored.
+        roles: Roles that messages may have.
+        marks_systems: Whether a system's later messages are marked as such; otherwise they are a developer's.
+        thinks_by_default: Whether the model reasons if a request does not say, as vLLM has it.
+    """
+
+    calls: AnswerFormat = field(repr=False)
+    efforts: Mapping[str | None, str] = field(default_factory=dict, repr=False)
+    roles: Sequence[str] = ("system", "developer", "user", "assistant", "tool")
+    marks_systems: bool = False
+    thinks_by_default: bool = True
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None,
+        *,
+        thinking: bool,
+        reasoning_effort: str | None,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+    ) -> str:
+        """Return a conversation as the model reads it.
+
+        Args:
+            messages: Messages of OpenAI's API; reasoning is in `reasoning_content` or `reasoning`. Contents are texts,
+                None, or lists of parts with a field `text`.
+            tools: Tools of OpenAI's API, which replace the first message's own.
+            thinking: Whether the model reasons before it answers.
+            reasoning_effort: Level of effort, None for the model's default.
+            add_generation_prompt: Whether the text ends with what opens the next answer.
+            continue_final_message: Whether the last message, the assistant's, goes on; nothing is added then.
+        Raises:
+            ValueError: A conversation that the encoding cannot write, or an unknown level.
+        """
+        if self.efforts and reasoning_effort not in self.efforts:
+            names = ", ".join(name for name in self.efforts if name and not name.isdigit())
+            raise ValueError(f"reasoning_effort: {reasoning_effort!r} is not in {names}")
+        checked = self._checked(messages)
+        if continue_final_message and (not checked or checked[-1]["role"] != "assistant"):
+            raise ValueError("continue_final_message: the last message must be the assistant's")
+        arranged = self._arranged(checked, tools)
+        first = self._first_kept(arranged)
+        pieces = [self._start(arranged, tools, self.efforts.get(reasoning_effort, "") if thinking else "")]
+        for number in range(len(arranged)):
+            goes_on = continue_final_message and number == len(arranged) - 1
+            pieces.append(self._message(arranged, number, thinking and number >= first, goes_on))
+        if add_generation_prompt and not continue_final_message:
+            pieces.append(self._opening(arranged[-1] if arranged else None, thinking))
+        return "".join(pieces)
+
+    def _checked(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Return copies of messages with the roles that the encoder has.
+
+        Developers' messages at the start are a system's messages: the encoders write that role as a user's. A system's
+        later messages are a developer's, unless they are marked: others write them into the message before.
+
+        Raises:
+            ValueError: A message has another role.
+        """
+        for number, message in enumerate(messages):
+            if message["role"] not in self.roles:
+                roles = ", ".join(self.roles)
+                raise ValueError(f"messages: role {message['role']!r} of message {number} is not in {roles}")
+        later = "system" if self.marks_systems else "developer"
+        others = (number for number, each in enumerate(messages) if each["role"] not in ("system", "developer"))
+        first = next(others, len(messages))
+        start = [{**message, "role": "system"} for message in messages[:first]]
+        rest = ({**each, "role": later} if each["role"] == "system" else dict(each) for each in messages[first:])
+        return [*start, *rest]
+
+    @abstractmethod
+    def _arranged(self, messages: list[dict[str, Any]], tools: Sequence[Message] | None) -> list[dict[str, Any]]:
+        """Return messages in the order in which they are written, with the tools if a message has them."""
+
+    def _first_kept(self, messages: Sequence[Message]) -> int:
+        """Return the number of the first message whose reasoning is kept."""
+        return 0
+
+    @abstractmethod
+    def _start(self, messages: Sequence[Message], tools: Sequence[Message] | None, effort: str) -> str:
+        """Return the text before all messages.
+
+        Args:
+            effort: Text of the level of effort, empty without reasoning.
+        """
+
+    @abstractmethod
+    def _message(self, messages: Sequence[Message], number: int, reasons: bool, goes_on: bool) -> str:
+        """Return the text of a message, and of what opens an answer after it if one follows.
+
+        Args:
+            reasons: Whether the message has reasoning if it is the assistant's, and the answer after it if not.
+            goes_on: Whether the model continues the message: its reasoning, if it has nothing else.
+        """
+
+    @abstractmethod
+    def _opening(self, last: Message | None, thinking: bool) -> str:
+        """Return the text that opens an answer after a message; None is the beginning of a conversation."""
+
+
+def text_of(message: Message, separator: str = "\n\n") -> str:
+    """Return the text of a message's content: a text, or texts of parts joined by a separator."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return separator.join(str(part["text"]) for part in content)
+    return "" if content is None else str(content)
+
+
+def reasoning_of(message: Message) -> str:
+    """Return the reasoning of an assistant's message."""
+    return str(message.get("reasoning_content") or message.get("reasoning") or "")
