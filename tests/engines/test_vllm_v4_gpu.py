@@ -14,7 +14,10 @@ from tests.engines.vllm_v4_drafts import save_v4_with_module
 from tests.engines.vllm_v4_model import save_v4
 from tests.support.launchers import ROOT, run_together, torchrun
 
-pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+pytestmark = [
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.skipif(find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),  # vLLM imports it
+]
 OURS = {
     "attention_backend": "CUSTOM",
     "gpu_memory_utilization": 0.05,
