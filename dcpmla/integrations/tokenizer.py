@@ -14,6 +14,8 @@ import transformers
 from tokenizers import processors
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
+from dcpmla.text.stream import TextStream
+
 _JINJA2 = (3, 1, 6)  # the first release whose sandbox has no known escape
 _KIMI_MODEL_TYPES = ("kimi_k2", "kimi_k25", "kimi_linear", "kimi_k3")
 _NUM_SPECIAL_TOKENS = 256  # after the ranks, named or not
@@ -63,14 +65,17 @@ def load_tokenizer(directory: Path) -> tuple[Any, str]:
 
     Returns:
         The tokenizer and "", or None and the reason: there is none, it is broken, it needs the checkpoint's own code,
-        or it differs from tokenizer.json.
+        it differs from tokenizer.json, or texts made of its tokens' bytes (`TokenBytes`) are not what it decodes.
     """
     try:
         if _is_kimi(directory):
-            return _load_kimi(directory), ""
-        if (directory / "tokenizer.json").exists():
-            return _load_file(directory), ""
-        return transformers.AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False), ""
+            tokenizer = _load_kimi(directory)
+        elif (directory / "tokenizer.json").exists():
+            tokenizer = _load_file(directory)
+        else:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
+        _check_texts(tokenizer)
+        return tokenizer, ""
     except Exception as error:  # the reader of a broken tokenizer.json raises exceptions of many kinds
         return None, f"{type(error).__name__}: {error}"
 
@@ -105,6 +110,15 @@ def _check_probes(tokenizer: Any, path: Path) -> None:
             raise ValueError(f"transformers encodes {probe!r} as {token_ids}; {path} itself as {expected}")
         if (text := tokenizer.decode(token_ids)) != (own_text := own.decode(expected, skip_special_tokens=False)):
             raise ValueError(f"transformers decodes {token_ids} as {text!r}; {path} itself as {own_text!r}")
+
+
+def _check_texts(tokenizer: Any) -> None:
+    """Raise ValueError unless the texts of probes, made token by token, are those that the tokenizer decodes."""
+    for probe in _PROBES:
+        token_ids = list(tokenizer(probe, add_special_tokens=False)["input_ids"])
+        text = TextStream(tokenizer).end(token_ids, is_stop_token=False)
+        if text != (expected := tokenizer.decode(token_ids, skip_special_tokens=True)):
+            raise ValueError(f"the texts of tokens {token_ids} make {text!r}; the tokenizer decodes {expected!r}")
 
 
 def _add_ends(tokenizer: Any, settings: dict[str, Any]) -> None:
