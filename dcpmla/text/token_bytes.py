@@ -60,7 +60,7 @@ class TokenBytes(dict[int, bytes]):
         replaced = parts.get("Replace", {"pattern": {}})
         self._replaced = replaced["pattern"].get("String"), replaced.get("content", "")
         strip = parts.get("Strip", {"content": " ", "start": int(self.joins_words)})
-        self._stripped, self._num_stripped = strip["content"].encode(), strip["start"]
+        self._stripped = (strip["content"] * strip["start"]).encode()
         added = {} if self._backend is None else self._backend.get_added_tokens_decoder()
         self.special = frozenset(token for token, each in added.items() if each.special)
 
@@ -72,8 +72,7 @@ class TokenBytes(dict[int, bytes]):
         """Return a token's bytes at the beginning of a text, where decoders drop a space."""
         found, name = self[token_id], self._name(token_id) if self._is_word_piece or self._drops_spaces else None
         if name is None:
-            num_spaces = len(found) - len(found.lstrip(self._stripped))
-            return found[min(num_spaces, self._num_stripped) :]
+            return found.removeprefix(self._stripped)
         return name.encode() if self._is_word_piece else name.replace(self._space, "").encode()
 
     def _name(self, token_id: int) -> str | None:

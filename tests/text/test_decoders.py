@@ -12,10 +12,6 @@ from tests.support.small_tokenizers import SENTENCES, byte_fallback, metaspace, 
 SPACES = decoders.Replace("▁", " ")
 DECODERS: dict[str, tuple[Any, Any]] = {
     "no space is dropped": (byte_fallback, decoders.Sequence([SPACES, decoders.ByteFallback(), decoders.Fuse()])),
-    "two spaces are dropped": (
-        byte_fallback,
-        decoders.Sequence([SPACES, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 2, 0)]),
-    ),
     "a first space stays": (metaspace, decoders.Metaspace(prepend_scheme="never")),
     "a space before the first word": (metaspace, decoders.Metaspace(prepend_scheme="first")),
     "pieces": (word_piece, decoders.WordPiece(cleanup=False)),
