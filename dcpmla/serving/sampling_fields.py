@@ -46,7 +46,7 @@ def _kept(value: int | str) -> int:
 class SamplingFields(StructuredFields):
     """Fields that both kinds of completions have; null is the default."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False)
     max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     min_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)

@@ -8,13 +8,12 @@ import json
 from collections import OrderedDict
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from dcpmla.extras import install, missing
 from dcpmla.runtime.grammar import Grammar
 from dcpmla.serving.background import Prepared
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Started
+from dcpmla.serving.refused import OpenFields
 from dcpmla.serving.worker import LimitError, Worker
 
 MAX_CHARACTERS = 1 << 16
@@ -22,10 +21,9 @@ _MAX_KEPT = 1024  # latest grammars that need no other check
 _KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
 
-class StructuredFields(BaseModel):
+class StructuredFields(OpenFields):
     """Fields that describe the form of an answer; null is the default."""
 
-    model_config = ConfigDict(strict=True)
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
 

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
@@ -77,7 +77,7 @@ def own_tools(
             )
 
 
-def function_tool(fields: Mapping[str, Any], path: str) -> Json:
+def _function_tool(fields: Mapping[str, Any], path: str) -> Json:
     """Return a tool in the shape of chat completions.
 
     Args:
@@ -103,49 +103,50 @@ def function_tool(fields: Mapping[str, Any], path: str) -> Json:
     return {"type": "function", "function": function}
 
 
-def chat_tools(tools: Sequence[Mapping[str, Any]]) -> list[Json]:
-    """Return the tools of a chat completion.
+def tool_use(
+    tools: Sequence[Mapping[str, Any]] | None,
+    types: Collection[str | None] = ("function",),
+    wrapper: str = "",
+    schema: str = "parameters",
+) -> ToolUse:
+    """Return the functions among a request's tools, before anything is chosen.
 
+    Args:
+        types: Types of functions in the route's API (`own_tools`).
+        wrapper: Field around the fields of a function, empty for none.
+        schema: Field that has the schema of the parameters.
     Raises:
         ApiError: A tool has a wrong field.
     """
-    checked = []
-    for path, tool in own_tools(tools):
-        function = tool.get("function")
-        if not isinstance(function, dict):
-            raise ApiError(400, f"{path}.function is missing", param=f"{path}.function")
-        checked.append(function_tool(function, f"{path}.function"))
-    return checked
+    functions: list[Json] = []
+    strict: dict[str, bool] = {}
+    for path, tool in own_tools(tools, types):
+        place = f"{path}.{wrapper}" if wrapper else path
+        function = tool.get(wrapper) if wrapper else tool
+        if not isinstance(function, Mapping):
+            raise ApiError(400, f"{place} is missing", param=place)
+        functions.append(_function_tool({**function, "parameters": function.get(schema)}, place))
+        if function.get("strict") is not None:
+            strict[function["name"]] = function["strict"]
+    return ToolUse(functions, strict=strict, schema_field=f"{wrapper}.{schema}" if wrapper else schema)
 
 
-def strict_of(functions: Iterable[Mapping[str, Any]]) -> dict[str, bool]:
-    """Return the field `strict` of functions that have it, by their names."""
-    return {function["name"]: function["strict"] for function in functions if function.get("strict") is not None}
-
-
-def tool_use(
-    tools: Sequence[Json],
-    choice: str | Mapping[str, Any] | None,
-    is_parallel: bool | None,
-    *,
-    strict: Mapping[str, bool],
-    schema_field: str = "function.parameters",
-) -> ToolUse:
+def chosen(use: ToolUse, choice: str | Mapping[str, Any] | None, is_parallel: bool | None) -> ToolUse:
     """Return what an answer may do with tools.
 
     Args:
+        use: The tools.
         choice: "auto", "none", "required", or the object that names a function.
         is_parallel: Whether it may call several; None is true.
-        strict, schema_field: Attributes of `ToolUse`.
     Raises:
         ApiError: The choice is not served, or there is no tool to choose.
     """
-    use = ToolUse(tools, is_parallel is not False, (), strict, schema_field)
+    use = replace(use, is_parallel=is_parallel is not False)
     if choice in (None, "auto"):
         return use
     if choice == "none":
         return ToolUse()  # The model cannot call what the prompt does not show.
-    names = [tool["function"]["name"] for tool in tools]
+    names = [tool["function"]["name"] for tool in use.tools]
     if choice == "required":
         if not names:
             raise ApiError(400, "tool_choice is 'required', and there are no tools", param="tool_choice")
