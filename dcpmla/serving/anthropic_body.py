@@ -12,7 +12,7 @@ from dcpmla.runtime.grammar import Grammar
 from dcpmla.serving.chat_body import ChatRequest, Effort
 from dcpmla.serving.conversation import MAX_MESSAGES, Conversation, History, reasoning_part, text_in, tool_call
 from dcpmla.serving.engine_limits import MAX_TOKENS
-from dcpmla.serving.errors import ApiError
+from dcpmla.serving.errors import ApiError, wrong
 from dcpmla.serving.refused import Fields, OpenFields, check_fields_of_body, check_nested
 from dcpmla.serving.sampling_fields import SamplingFields, StopTexts
 from dcpmla.serving.shown import Json
@@ -69,7 +69,7 @@ class CountBody(ChatRequest):
         check_fields_of_body(self, _REFUSED, elsewhere=SamplingFields.model_fields)
         check_nested("output_config", self.output_config)
         if not all(map(_keeps_thinking, (self.context_management or {}).values())):
-            raise ApiError(400, "context_management is not supported; leave it out", param="context_management")
+            raise wrong("context_management", "is not supported; leave it out")
 
     def conversation(self) -> Conversation:
         history = History()
@@ -80,24 +80,17 @@ class CountBody(ChatRequest):
         last = self.messages[-1].role == "assistant"
         if last and "tool_calls" in history.messages[-1]:
             raise ApiError(400, "the last message has tool_use without a tool_result after it", param="messages")
-        conversation = Conversation(
-            history.messages,
-            self._tool_use(),
-            **self._thinking(),
-            add_generation_prompt=not last,
-            continue_final_message=last,
-        )
+        fields = {**self._thinking(), "add_generation_prompt": not last, "continue_final_message": last}
+        conversation = Conversation(history.messages, self._tool_use(), **fields)
         self.messages.clear()
         self.system = self.tools = None
         return conversation
 
     def _tool_use(self) -> ToolUse:
-        tools = tool_use(self.tools, (None, "custom", "function"), schema="input_schema")
+        tools = tool_use(self.tools, "input_schema", (None, "custom", "function"))
         wanted = self.tool_choice or _ToolChoice(type="auto")
-        choice: str | Json = "required" if wanted.type == "any" else wanted.type
-        if choice == "tool":
-            choice = {"type": "function", "name": wanted.name}
-        return chosen(tools, choice, not wanted.disable_parallel_tool_use)
+        choices: dict[str, str | Json] = {"any": "required", "tool": {"type": "function", "name": wanted.name}}
+        return chosen(tools, choices.get(wanted.type, wanted.type), not wanted.disable_parallel_tool_use)
 
     def _thinking(self) -> dict[str, Any]:
         """Return the conversation's fields of reasoning."""
@@ -133,8 +126,9 @@ class MessagesBody(CountBody):
 
 def _keeps_thinking(edits: Any) -> bool:
     """Return whether edits of a context are about thinking alone."""
-    kinds = [edit.get("type") if isinstance(edit, dict) else None for edit in edits] if isinstance(edits, list) else [0]
-    return all(isinstance(kind, str) and kind.startswith(_KEPT_THINKING) for kind in kinds)
+    return isinstance(edits, list) and all(
+        isinstance(edit, dict) and str(edit.get("type")).startswith(_KEPT_THINKING) for edit in edits
+    )
 
 
 def _add(history: History, message: _Message, path: str) -> None:
@@ -183,7 +177,7 @@ def _part(block: Mapping[str, Any], path: str) -> Json:
         case "tool_use":
             values = block.get("input")
             if not isinstance(values, dict):
-                raise ApiError(400, f"{path}.input must be a JSON object", param=f"{path}.input")
+                raise wrong(f"{path}.input", "must be a JSON object")
             return {"tool_calls": [tool_call(text_in(block, "id", path), text_in(block, "name", path), values)]}
         case _:
             return {"content": _texts([block], path)}
@@ -197,7 +191,7 @@ def _texts(content: Any, path: str) -> str:
     """
     blocks: Sequence[Any] = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list):
-        raise ApiError(400, f"{path} must be a text or a list of blocks", param=path)
+        raise wrong(path, "must be a text or a list of blocks")
     for block in blocks:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind != "text":

@@ -22,7 +22,9 @@ _DELTAS = {
 class MessagesReply(BlockReply):
     """A message: a content block for each block of the answer."""
 
-    omits_thinking = False
+    def __init__(self, model: str, prompts: list[Prompt], reader: AnswerReader, omits_thinking: bool) -> None:
+        super().__init__(model, prompts, reader)
+        self._omits_thinking = omits_thinking
 
     def whole(self) -> Json:
         """Return the message."""
@@ -70,7 +72,7 @@ class MessagesReply(BlockReply):
                     begun["signature"] = ""
                 yield {"type": "content_block_start", **place, "content_block": begun}
             case "add":
-                if block.kind != "reasoning" or not self.omits_thinking:
+                if block.kind != "reasoning" or not self._omits_thinking:
                     kind, name = _DELTAS[block.kind]
                     yield {"type": "content_block_delta", **place, "delta": {"type": kind, name: text}}
             case "close":
@@ -83,7 +85,7 @@ class MessagesReply(BlockReply):
         """Return the content block with a text. Clients send signatures back; this server does not check them."""
         match block.kind:
             case "reasoning":
-                thinking = "" if self.omits_thinking else text
+                thinking = "" if self._omits_thinking else text
                 return {"type": "thinking", "thinking": thinking, "signature": self.id}
             case "text":
                 return {"type": "text", "text": text}
@@ -95,9 +97,8 @@ def messages_reply(
     body: MessagesBody, texts: Texts, model: str, prompts: list[Prompt], readers: list[AnswerReader]
 ) -> MessagesReply:
     """Return the answer to a body, before any token."""
-    reply = MessagesReply(model, prompts, readers[0])
-    reply.omits_thinking = body.thinking is not None and body.thinking.display == "omitted"
-    return reply
+    omits_thinking = body.thinking is not None and body.thinking.display == "omitted"
+    return MessagesReply(model, prompts, readers[0], omits_thinking)
 
 
 def _values(arguments: str) -> Json:

@@ -4,7 +4,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import metadata
 from typing import Any, TypeVar
 
@@ -27,7 +27,7 @@ from dcpmla.serving.chats import Chats
 from dcpmla.serving.client import Engine
 from dcpmla.serving.connections import Limits
 from dcpmla.serving.engine_limits import check_params
-from dcpmla.serving.errors import ApiError
+from dcpmla.serving.errors import ApiError, wrong
 from dcpmla.serving.handoffs import HandoffRoutes
 from dcpmla.serving.prefills import Prefills
 from dcpmla.serving.prompts import Prompt, Texts
@@ -72,9 +72,9 @@ class Api:
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
             Route("/v1/completions", self.completions, methods=["POST"]),
-            Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
-            Route("/v1/responses", self.responses, methods=["POST"]),
-            Route("/v1/messages", self.messages, methods=["POST"]),
+            Route("/v1/chat/completions", partial(self.chat, ChatBody, chat_answers), methods=["POST"]),
+            Route("/v1/responses", partial(self.chat, ResponsesBody, responses_reply), methods=["POST"]),
+            Route("/v1/messages", partial(self.chat, MessagesBody, messages_reply), methods=["POST"]),
             Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
@@ -134,17 +134,11 @@ class Api:
         shown = body.shown(echo=echo, num_logprobs=body.logprobs, drops_new=max_tokens == 0)
         return Answers(texts, self._settings.name, prompts, body.num_choices, shown), params
 
-    async def chat_completions(self, request: Request) -> Response:
-        """Continue a conversation of chat completions."""
-        return await self._chat(request, ChatBody, chat_answers)
-
-    async def responses(self, request: Request) -> Response:
-        """Continue a conversation of responses."""
-        return await self._chat(request, ResponsesBody, responses_reply)
-
-    async def messages(self, request: Request) -> Response:
-        """Continue a conversation of Anthropic's messages."""
-        return await self._chat(request, MessagesBody, messages_reply)
+    async def chat(self, kind: type[Chat], reply: MakeReply[Chat], request: Request) -> Response:
+        """Continue a conversation in the shape of any route."""
+        async with self._receiver.body(request, kind) as body:
+            answer, params = await under(request, self._conversation(body, reply))
+        return await self._answer(request, body, answer, params)
 
     async def count_tokens(self, request: Request) -> Response:
         """Return the number of tokens of a conversation of Anthropic's messages."""
@@ -180,12 +174,6 @@ class Api:
             raise ApiError(404, words, param="model", code="model_not_found")
         return Texts(self._background)
 
-    async def _chat(self, request: Request, kind: type[Chat], reply: MakeReply[Chat]) -> Response:
-        """Continue a conversation in the shape of any route."""
-        async with self._receiver.body(request, kind) as body:
-            answer, params = await under(request, self._conversation(body, reply))
-        return await self._answer(request, body, answer, params)
-
     async def _conversation(self, body: Chat, reply: MakeReply[Chat]) -> tuple[Reply, SamplingParams]:
         """Return the form of the answer to a body of any route, and the parameters of its requests."""
         texts, chats, sampling = self._texts(body.model), self._chats, body.sampling
@@ -193,7 +181,7 @@ class Api:
         num_kept = sampling.num_kept_tokens(longest, limit or 1)
         conversation = body.conversation()
         prompts = [await chats.prompt(conversation, body.adds_special_tokens, num_kept)]
-        skips = not sampling.shows_special_tokens
+        skips = sampling.skip_special_tokens is not False
         readers = [chats.reader(conversation, prompts[0], skips) for _ in range(sampling.num_choices)]
         if not limit:
             limit = longest - len(prompts[0].token_ids)
@@ -203,8 +191,8 @@ class Api:
         grammar = await chats.grammars.grammar(conversation.tool_use, prompts[0], *body.asked_grammar())
         if grammar is not None:
             if params.ignore_eos:
-                words = "ignore_eos is true; an answer with required or strict calls ends where its grammar does"
-                raise ApiError(400, words, param="ignore_eos")
+                words = "is true; an answer with required or strict calls ends where its grammar does"
+                raise wrong("ignore_eos", words)
             params = replace(params, grammar=grammar)
         if chats.has_format:
             params = replace(params, skip_special_tokens=False)

@@ -35,11 +35,8 @@ class ChatAnswers(Answers):
     has_prompts_in_choices = False
 
     def first_chunks(self) -> list[Json]:
-        delta = {"role": "assistant", "content": ""}
-        chunks = [
-            self._chunk_of({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
-            for index in range(self.num_choices)
-        ]
+        begun = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        chunks = [self._chunk_of({"index": index, **begun}) for index in range(self.num_choices)]
         if self.shown.token_ids:
             chunks[0]["prompt_token_ids"] = self.prompts[0].token_ids
         return chunks

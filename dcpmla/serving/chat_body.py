@@ -10,7 +10,7 @@ from pydantic import Field, StringConstraints
 from dcpmla.runtime.grammar import Grammar
 from dcpmla.serving.conversation import ChatMessage, Conversation, Messages, check_messages, thinking_of
 from dcpmla.serving.engine_limits import MAX_LOGPROBS
-from dcpmla.serving.errors import ApiError
+from dcpmla.serving.errors import ApiError, wrong
 from dcpmla.serving.protocol import GenerationFields, RequestFields
 from dcpmla.serving.refused import OpenFields, check_fields_of_body
 from dcpmla.serving.sampling_fields import SamplingFields
@@ -72,10 +72,9 @@ class ChatFields(OpenFields):
             ApiError: The final message cannot be both continued and followed by a new one; a tool or message is wrong.
         """
         if self.add_generation_prompt and self.continue_final_message:
-            words = "continue_final_message and add_generation_prompt are both true; give one of the two"
-            raise ApiError(400, words, param="continue_final_message")
+            raise wrong("continue_final_message", "and add_generation_prompt are both true; give one of the two")
         continues = bool(self.continue_final_message)
-        tools = tool_use(self.tools, wrapper="function")
+        tools = tool_use(self.tools, "function.parameters")
         conversation = Conversation(
             [message.for_template(number) for number, message in enumerate(messages)],
             chosen(tools, self.tool_choice, self.parallel_tool_calls),
@@ -103,9 +102,9 @@ class ChatBody(GenerationFields, ChatFields, ChatRequest):
         super().model_post_init(context)
         check_messages(self.messages)
         if self.top_logprobs and not self.logprobs:
-            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+            raise wrong("top_logprobs", "needs logprobs: true")
         if self.token_limit == 0:
-            raise ApiError(400, "max_tokens is 0; it must be at least 1", param="max_tokens")
+            raise wrong("max_tokens", "is 0; it must be at least 1")
 
     @property
     def num_logprobs(self) -> int | None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from dcpmla.serving.errors import ApiError
+from dcpmla.serving.errors import ApiError, wrong
 from dcpmla.serving.refused import Fields, OpenFields, check_nested
 from dcpmla.serving.shown import Json
 from dcpmla.serving.tools import ToolUse
@@ -185,7 +185,7 @@ def text_in(fields: Mapping[str, Any], name: str, path: str) -> str:
     """
     value = fields.get(name)
     if not isinstance(value, str):
-        raise ApiError(400, f"{path}.{name} is {value!r:.100}; it must be a string", param=f"{path}.{name}")
+        raise wrong(f"{path}.{name}", f"is {value!r:.100}; it must be a string")
     return value
 
 

@@ -46,3 +46,8 @@ class ApiError(Exception):
         """Return the answer in the shape of a path's API."""
         body = self.anthropic_body() if path.startswith(_ANTHROPIC_ROUTES) else self.body()
         return JSONResponse(body, self.status, dict(self.headers or {}))
+
+
+def wrong(path: str, words: str) -> ApiError:
+    """Return the error of a field of a body. Its message is the field's path and the words."""
+    return ApiError(400, f"{path} {words}", param=path)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from dcpmla.serving.engine_limits import MAX_LOGPROBS
-from dcpmla.serving.errors import ApiError
+from dcpmla.serving.errors import ApiError, wrong
 from dcpmla.serving.refused import Fields, OpenFields, check_fields_of_body, check_nested
 from dcpmla.serving.sampling_fields import SamplingFields
 from dcpmla.serving.shown import Shown
@@ -55,13 +55,13 @@ class GenerationFields(SamplingFields, RequestFields):
             ApiError: A field would change the answer and is not served, is misspelt, or contradicts another.
         """
         if self.best_of not in (None, self.num_choices):
-            raise ApiError(400, f"best_of is {self.best_of}; it must be n, {self.num_choices}", param="best_of")
+            raise wrong("best_of", f"is {self.best_of}; it must be n, {self.num_choices}")
         if self.stream_options is not None:
             check_nested("stream_options", self.stream_options)
             if not self.stream and (self.stream_options.include_usage or self.stream_options.continuous_usage_stats):
-                raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+                raise wrong("stream_options", "needs stream: true")
         if self.stream and self.prompt_logprobs is not None:
-            raise ApiError(400, "prompt_logprobs is not supported with stream: true", param="prompt_logprobs")
+            raise wrong("prompt_logprobs", "is not supported with stream: true")
         check_fields_of_body(self)
 
     @property
@@ -106,7 +106,7 @@ class CompletionBody(GenerationFields):
         """Raise ApiError as well if neither a new token nor the prompt is wanted."""
         super().model_post_init(context)
         if self.token_limit == 0 and not self.echo:
-            raise ApiError(400, "max_tokens is 0; it must be at least 1, except with echo", param="max_tokens")
+            raise wrong("max_tokens", "is 0; it must be at least 1, except with echo")
 
 
 class DetokenizeBody(Fields):

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 from pydantic import BaseModel, ConfigDict
 
-from dcpmla.serving.errors import ApiError
+from dcpmla.serving.errors import wrong
 from dcpmla.serving.unknown_fields import log_ignored, look_alike
 
 _Allowed = tuple[object, ...] | None  # values that change nothing, besides null; None if all may
@@ -157,7 +157,7 @@ def check_fields_of_body(
         if name in own:
             refuse(name, value, own[name], advice)
         elif name in _MISPLACED:
-            raise ApiError(400, f"{name} is not supported; {_MISPLACED[name]}", param=name)
+            refuse(name, value, (), _MISPLACED[name])
         elif name in elsewhere:
             refuse(name, value, (), _NOT_HERE)
         elif name in _REFUSED:
@@ -170,7 +170,7 @@ def check_fields_of_body(
     for name in unknown[:_MAX_UNKNOWN]:
         if meant := look_alike(name, known):
             more = "" if meant in fields else f" {_MISPLACED.get(meant, _NOT_HERE)}"
-            raise ApiError(400, f"{name} is unknown; did you mean {meant}?{more}", param=name)
+            raise wrong(name, f"is unknown; did you mean {meant}?{more}")
     log_ignored(unknown)
     extra.clear()
 
@@ -196,4 +196,4 @@ def refuse(path: str, value: object, allowed: _Allowed, words: str) -> None:
         words: Advice for the client.
     """
     if allowed is not None and value is not None and value not in allowed:
-        raise ApiError(400, f"{path} is not supported; {words}", param=path)
+        raise wrong(path, f"is not supported; {words}")

@@ -21,7 +21,7 @@ from dcpmla.serving.conversation import (
     tool_call,
 )
 from dcpmla.serving.engine_limits import MAX_TOKENS
-from dcpmla.serving.errors import ApiError
+from dcpmla.serving.errors import ApiError, wrong
 from dcpmla.serving.refused import Fields, OpenFields, check_fields_of_body, check_nested, refuse
 from dcpmla.serving.sampling_fields import SamplingFields
 from dcpmla.serving.shown import Json
@@ -109,7 +109,7 @@ class ResponsesBody(ChatRequest):
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         messages: list[Json] = [{"role": "system", "content": self.instructions}] if self.instructions else []
         messages += messages_of(items)
-        use = chosen(tool_use(self.tools), self.tool_choice, self.parallel_tool_calls)
+        use = chosen(tool_use(self.tools, "parameters"), self.tool_choice, self.parallel_tool_calls)
         self.input = ""
         effort = None if self.reasoning is None else self.reasoning.effort
         thinking, level = thinking_of(effort)
@@ -144,7 +144,7 @@ def _part(kind: str, item: Mapping[str, Any], path: str) -> Json:
     if kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
         if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-            raise ApiError(400, f"{path} has content that is no list of texts", param=path)
+            raise wrong(path, "has content that is no list of texts")
         return reasoning_part("".join(text_in(part, "text", path) for part in parts))
     fields = [text_in(item, name, path) for name in ("call_id", "name", "arguments")]
     return {"tool_calls": [tool_call(*fields)]}

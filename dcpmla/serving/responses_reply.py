@@ -28,10 +28,8 @@ class ResponsesReply(BlockReply):
 
     def first_chunks(self) -> list[Json]:
         """Return the events before any token."""
-        return [
-            self._event(kind, response=self._response("in_progress"))
-            for kind in ("response.created", "response.in_progress")
-        ]
+        begun = self._response("in_progress")
+        return [self._event(f"response.{name}", response=begun) for name in ("created", "in_progress")]
 
     def last_chunks(self) -> list[Json]:
         """Return the event of the end."""
