@@ -31,26 +31,24 @@ class Answers:
     shown: Shown
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
-    _begun: set[int] = field(default_factory=set)
     _outputs: dict[int, list[Output]] = field(default_factory=dict)  # of each choice of a whole answer
     _lengths: dict[int, int] = field(default_factory=dict)  # characters of each choice so far
 
     prefix = "cmpl-"
     kind = chunk_kind = "text_completion"
     part = "text"  # field of a choice's chunk that has the new text
+    has_prompts_in_choices = True  # fields of prompts; otherwise the whole answer has them
     ending = "data: [DONE]\n\n"
 
     def __post_init__(self) -> None:
-        lengths = [len(prompt.token_ids) for prompt in self.prompts]
-        self.usage = Usage(sum(lengths))
-        self._usages = [Usage(length) for length in lengths for _ in range(self.num_choices)]  # one for each choice
-        self._prompt_token_ids = [prompt.token_ids for prompt in self.prompts] if self.shown.token_ids else []
+        choices = range(self.num_choices)
+        self._usages = [Usage(len(prompt.token_ids)) for prompt in self.prompts for _ in choices]  # of each choice
 
     def drop_prompts(self) -> None:
         """Keep only the parts of prompts that answers need: they may take minutes."""
         for number, prompt in enumerate(self.prompts):
-            text = prompt.text if self.shown.echo else ""
-            self.prompts[number] = replace(prompt, token_ids=[], text=text)
+            token_ids, text = prompt.token_ids if self.shown.token_ids else [], prompt.text if self.shown.echo else ""
+            self.prompts[number] = replace(prompt, token_ids=token_ids, text=text)
 
     def add(self, index: int, output: Output) -> None:
         """Take outputs of a choice, joined, for the whole answer."""
@@ -59,11 +57,9 @@ class Answers:
     def whole(self) -> Json:
         """Return the whole answer, after all outputs."""
         outputs = [joined(self._outputs[index]) for index in range(len(self._outputs))]
-        choices = []
-        for index, output in enumerate(outputs):
-            choice = self._choice(index, output, self._logprobs(index, output), is_chunk=False)
-            choices.append({**choice, **self._extras(index, output, is_first=True)})
-        return {**self._around(choices, self.kind), **self._whole_extras(outputs[0]), "usage": self.usage.body()}
+        choices = [self._choice(index, output, is_first=True, is_chunk=False) for index, output in enumerate(outputs)]
+        extras = {} if self.has_prompts_in_choices else self._prompt_extras(0, outputs[0])
+        return {**self._around(choices, self.kind), **extras, "usage": self._usage().body()}
 
     def first_chunks(self) -> list[Json]:
         """Return the chunks that come before any token."""
@@ -72,18 +68,15 @@ class Answers:
     def chunks(self, index: int, output: Output) -> list[Json]:
         """Return the chunk with an output of a choice, none if there is nothing to show yet."""
         is_first, output = self._counted(index, output)
-        logprobs = self._logprobs(index, output)
-        has_tokens = self.shown.token_ids and output.token_ids
-        choice = self._choice(index, output, logprobs, is_chunk=True)
-        if not (choice[self.part] or logprobs or output.finish_reason or has_tokens):
-            return []
-        return [self._chunk_of({**choice, **self._extras(index, output, is_first)})]
+        choice = self._choice(index, output, is_first, is_chunk=True)
+        has_news = any(choice.get(name) for name in (self.part, "logprobs", "finish_reason", "token_ids"))
+        return [self._chunk_of(choice)] if has_news else []
 
     def last_chunks(self) -> list[Json]:
         """Return the chunks that come after all tokens."""
         if not self.shown.usage_at_end:
             return []
-        return [{**self._around([], self.chunk_kind), "usage": self.usage.body()}]
+        return [{**self._around([], self.chunk_kind), "usage": self._usage().body()}]
 
     def error(self, error: ApiError) -> Json:
         """Return the chunk of an error, which is the last one."""
@@ -107,42 +100,53 @@ class Answers:
             "choices": choices,
         }
 
-    def _extras(self, index: int, output: Output, is_first: bool) -> Json:
-        """Return fields of a choice beyond OpenAI's."""
-        extras: Json = {"token_ids": list(output.token_ids)} if self.shown.token_ids else {}
-        return {**extras, **self._prompt_extras(index, output)} if is_first else extras
+    def _choice(self, index: int, output: Output, is_first: bool, is_chunk: bool) -> Json:
+        """Return a choice with an output, which is maybe its first."""
+        choice: Json = {
+            "index": index,
+            **self._said(index, output, is_chunk),
+            "logprobs": self._logprobs(index, output),
+            "finish_reason": self._finish_reason(index, output),
+        }
+        if self.shown.token_ids:
+            choice["token_ids"] = list(output.token_ids)
+        return {**choice, **self._prompt_extras(index, output)} if is_first and self.has_prompts_in_choices else choice
 
-    def _whole_extras(self, output: Output) -> Json:
-        """Return fields of a whole answer beyond OpenAI's, from the first choice's output."""
-        return {}
+    def _said(self, index: int, output: Output, is_chunk: bool) -> Json:
+        """Return the field of a choice that has an output's text."""
+        return {"text": output.text}
+
+    def _finish_reason(self, index: int, output: Output) -> str | None:
+        return output.finish_reason
 
     def _prompt_extras(self, index: int, output: Output) -> Json:
         """Return fields of a choice's prompt."""
         extras: Json = {}
         if self.shown.token_ids:
-            extras["prompt_token_ids"] = self._prompt_token_ids[index // self.num_choices]
+            extras["prompt_token_ids"] = self.prompts[index // self.num_choices].token_ids
         if self.shown.num_prompt_logprobs is not None:
             extras["prompt_logprobs"] = Each(self._ranked, output.prompt_logprobs)
         return extras
 
     def _counted(self, index: int, output: Output) -> tuple[bool, Output]:
         """Count an output; return whether it is its choice's first, and the part of it that is shown."""
-        is_first = index not in self._begun
-        self._begun.add(index)
-        if is_first:
-            self._usages[index].cached_tokens = output.num_cached_tokens
-            if index % self.num_choices == 0:
-                self.usage.cached_tokens += output.num_cached_tokens
         if self.shown.drops_new:
             output = output._replace(text="", token_ids=(), logprobs=(), offsets=())
-        for usage in (self.usage, self._usages[index]):
-            usage.completion_tokens += output.num_tokens
+        is_first = self._usages[index].count(output)
         if self.shown.echo and is_first:
             output = output._replace(text=self.prompts[index // self.num_choices].text + output.text)
         return is_first, output
 
-    def _choice(self, index: int, output: Output, logprobs: Json | None, is_chunk: bool) -> Json:
-        return {"index": index, "text": output.text, "logprobs": logprobs, "finish_reason": output.finish_reason}
+    def _usage(self) -> Usage:
+        """Return the usage of all choices. The choices of a prompt have its tokens in common."""
+        firsts = self._usages[:: self.num_choices]
+        reasoning = [usage.reasoning_tokens for usage in self._usages if usage.reasoning_tokens is not None]
+        return Usage(
+            sum(usage.prompt_tokens for usage in firsts),
+            sum(usage.completion_tokens for usage in self._usages),
+            sum(usage.cached_tokens for usage in firsts),
+            sum(reasoning) if reasoning else None,
+        )
 
     def _logprobs(self, index: int, output: Output) -> Json | None:
         """Return the log probabilities of an output's tokens, in the shape of completions."""

@@ -6,50 +6,45 @@ Source: Anthropic's API reference of messages.
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from dcpmla.runtime.grammar import Grammar
 from dcpmla.serving.chat_body import ChatRequest, Effort
-from dcpmla.serving.conversation import MAX_MESSAGES, Conversation, History, reasoning_part, tool_call
+from dcpmla.serving.conversation import MAX_MESSAGES, Conversation, History, reasoning_part, text_in, tool_call
 from dcpmla.serving.engine_limits import MAX_TOKENS
-from dcpmla.serving.errors import ApiError
-from dcpmla.serving.refused import check_fields_of_body, refuse
+from dcpmla.serving.errors import ApiError, wrong
+from dcpmla.serving.refused import Fields, OpenFields, check_fields_of_body, check_nested
 from dcpmla.serving.sampling_fields import SamplingFields, StopTexts
 from dcpmla.serving.shown import Json
 from dcpmla.serving.structured import grammar_of_format
-from dcpmla.serving.tools import Tools, ToolUse, function_tool, own_tools, strict_of, tool_use
+from dcpmla.serving.tools import Tools, ToolUse, chosen, tool_use
 
 # Values that change nothing, by field.
 _REFUSED: dict[str, tuple[object, ...]] = {"container": (), "mcp_servers": ([],), "prefill": ()}
-_HINTS = ("task_budget",)  # fields of output_config that no answer has to follow
 _KEPT_THINKING = "clear_thinking_"  # Which reasoning a prompt keeps, the chat template decides.
 _BILLING = "x-anthropic-billing-header:"
 
 Blocks = list[dict[str, Any]]
 
 
-class _Message(BaseModel):
-    model_config = ConfigDict(strict=True)
+class _Message(Fields):
     role: Literal["user", "assistant", "system"]
     content: str | Blocks
 
 
-class _ToolChoice(BaseModel):
-    model_config = ConfigDict(strict=True)
+class _ToolChoice(Fields):
     type: Literal["auto", "none", "any", "tool"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class _Thinking(BaseModel):
-    model_config = ConfigDict(strict=True)
+class _Thinking(Fields):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=1)
     display: Literal["summarized", "omitted"] | None = None
 
 
-class _OutputConfig(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
+class _OutputConfig(OpenFields):
     effort: Effort | None = None
     format: dict[str, Any] | None = None
 
@@ -57,7 +52,6 @@ class _OutputConfig(BaseModel):
 class CountBody(ChatRequest):
     """A body of /v1/messages/count_tokens: a conversation."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     messages: Annotated[list[_Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: str | Blocks | None = None
     tools: Tools | None = None
@@ -73,10 +67,9 @@ class CountBody(ChatRequest):
             ApiError: A field would change the answer and is not served, or is misspelt.
         """
         check_fields_of_body(self, _REFUSED, elsewhere=SamplingFields.model_fields)
-        for name, value in ((self.output_config and self.output_config.model_extra) or {}).items():
-            refuse(f"output_config.{name}", value, None if name in _HINTS else (), "leave it out")
+        check_nested("output_config", self.output_config)
         if not all(map(_keeps_thinking, (self.context_management or {}).values())):
-            raise ApiError(400, "context_management is not supported; leave it out", param="context_management")
+            raise wrong("context_management", "is not supported; leave it out")
 
     def conversation(self) -> Conversation:
         history = History()
@@ -87,26 +80,17 @@ class CountBody(ChatRequest):
         last = self.messages[-1].role == "assistant"
         if last and "tool_calls" in history.messages[-1]:
             raise ApiError(400, "the last message has tool_use without a tool_result after it", param="messages")
-        conversation = Conversation(
-            history.messages,
-            self._tool_use(),
-            **self._thinking(),
-            add_generation_prompt=not last,
-            continue_final_message=last,
-        )
+        fields = {**self._thinking(), "add_generation_prompt": not last, "continue_final_message": last}
+        conversation = Conversation(history.messages, self._tool_use(), **fields)
         self.messages.clear()
         self.system = self.tools = None
         return conversation
 
     def _tool_use(self) -> ToolUse:
-        own = dict(own_tools(self.tools, (None, "custom", "function")))
-        tools = [function_tool({**tool, "parameters": tool.get("input_schema")}, path) for path, tool in own.items()]
-        chosen = self.tool_choice or _ToolChoice(type="auto")
-        choice: str | Json = "required" if chosen.type == "any" else chosen.type
-        if choice == "tool":
-            choice = {"type": "function", "name": chosen.name}
-        is_parallel = not chosen.disable_parallel_tool_use
-        return tool_use(tools, choice, is_parallel, strict=strict_of(own.values()), schema_field="input_schema")
+        tools = tool_use(self.tools, "input_schema", (None, "custom", "function"))
+        wanted = self.tool_choice or _ToolChoice(type="auto")
+        choices: dict[str, str | Json] = {"any": "required", "tool": {"type": "function", "name": wanted.name}}
+        return chosen(tools, choices.get(wanted.type, wanted.type), not wanted.disable_parallel_tool_use)
 
     def _thinking(self) -> dict[str, Any]:
         """Return the conversation's fields of reasoning."""
@@ -142,10 +126,9 @@ class MessagesBody(CountBody):
 
 def _keeps_thinking(edits: Any) -> bool:
     """Return whether edits of a context are about thinking alone."""
-    kinds = (
-        [edit.get("type") if isinstance(edit, dict) else None for edit in edits] if isinstance(edits, list) else [None]
+    return isinstance(edits, list) and all(
+        isinstance(edit, dict) and str(edit.get("type")).startswith(_KEPT_THINKING) for edit in edits
     )
-    return all(isinstance(kind, str) and kind.startswith(_KEPT_THINKING) for kind in kinds)
 
 
 def _add(history: History, message: _Message, path: str) -> None:
@@ -167,7 +150,7 @@ def _add(history: History, message: _Message, path: str) -> None:
                 history.add({"role": "user", "content": "".join(texts)})
                 texts.clear()
             content = _texts(block.get("content") or "", f"{place}.content")
-            history.add({"role": "tool", "tool_call_id": _field(block, "tool_use_id", place), "content": content})
+            history.add({"role": "tool", "tool_call_id": text_in(block, "tool_use_id", place), "content": content})
         else:
             text = _texts([block], place)
             if message.role == "user" or (text := _without_billing(text)):
@@ -188,14 +171,14 @@ def _part(block: Mapping[str, Any], path: str) -> Json:
     """Return the fields of a message that a block of an answer has."""
     match block.get("type"):
         case "thinking":
-            return reasoning_part(_field(block, "thinking", path))
+            return reasoning_part(text_in(block, "thinking", path))
         case "redacted_thinking":
             return {}
         case "tool_use":
             values = block.get("input")
             if not isinstance(values, dict):
-                raise ApiError(400, f"{path}.input must be a JSON object", param=f"{path}.input")
-            return {"tool_calls": [tool_call(_field(block, "id", path), _field(block, "name", path), values)]}
+                raise wrong(f"{path}.input", "must be a JSON object")
+            return {"tool_calls": [tool_call(text_in(block, "id", path), text_in(block, "name", path), values)]}
         case _:
             return {"content": _texts([block], path)}
 
@@ -208,16 +191,9 @@ def _texts(content: Any, path: str) -> str:
     """
     blocks: Sequence[Any] = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list):
-        raise ApiError(400, f"{path} must be a text or a list of blocks", param=path)
+        raise wrong(path, "must be a text or a list of blocks")
     for block in blocks:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind != "text":
             raise ApiError(400, f"{path}: blocks of type {kind!r} are not supported here; give texts", param=path)
-    return "".join(_field(block, "text", path) for block in blocks)
-
-
-def _field(block: Mapping[str, Any], name: str, path: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise ApiError(400, f"{path}.{name} is {value!r:.100}; it must be a string", param=f"{path}.{name}")
-    return value
+    return "".join(text_in(block, "text", path) for block in blocks)

@@ -4,6 +4,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property, partial
 from importlib import metadata
 from typing import Any, TypeVar
 
@@ -26,9 +27,8 @@ from dcpmla.serving.chats import Chats
 from dcpmla.serving.client import Engine
 from dcpmla.serving.connections import Limits
 from dcpmla.serving.engine_limits import check_params
-from dcpmla.serving.errors import ApiError
+from dcpmla.serving.errors import ApiError, wrong
 from dcpmla.serving.handoffs import HandoffRoutes
-from dcpmla.serving.messages import Started
 from dcpmla.serving.prefills import Prefills
 from dcpmla.serving.prompts import Prompt, Texts
 from dcpmla.serving.protocol import CompletionBody, DetokenizeBody
@@ -41,12 +41,12 @@ from dcpmla.serving.router import Router
 from dcpmla.serving.settings import Settings
 from dcpmla.serving.slices import MAX_ENTRIES, check_entries
 from dcpmla.serving.structured import GrammarChecks
-from dcpmla.serving.transfer_fields import KvTransferParams
 from dcpmla.serving.worker import Worker
 
 _NUM_NEW = 16  # new tokens of a completion without max_tokens
 Chat = TypeVar("Chat", bound=ChatRequest)
-T = TypeVar("T")
+# Function of a body, the tokenizer, the model's name, the prompts and a reader of each answer.
+MakeReply = Callable[[Chat, Texts, str, list[Prompt], list[AnswerReader]], Reply]
 
 
 class Api:
@@ -57,8 +57,6 @@ class Api:
     ) -> None:
         self._engine, self._settings, self._created = engine, settings, int(time.time())
         self._receiver = Receiver(engine, limits)
-        self._form: Chats | None = None
-        self._off_loop: Background | None = None
         self._worker, self._checks = worker, GrammarChecks(worker)
         secret = secrets.token_hex()
         self._handoffs = HandoffRoutes(engine, settings, self._receiver, self._checks, secret)
@@ -74,9 +72,9 @@ class Api:
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
             Route("/v1/completions", self.completions, methods=["POST"]),
-            Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
-            Route("/v1/responses", self.responses, methods=["POST"]),
-            Route("/v1/messages", self.messages, methods=["POST"]),
+            Route("/v1/chat/completions", partial(self.chat, ChatBody, chat_answers), methods=["POST"]),
+            Route("/v1/responses", partial(self.chat, ResponsesBody, responses_reply), methods=["POST"]),
+            Route("/v1/messages", partial(self.chat, MessagesBody, messages_reply), methods=["POST"]),
             Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
@@ -119,7 +117,7 @@ class Api:
         async with self._receiver.body(request, CompletionBody) as body:
             answers, params = await under(request, self._completion(body))
         num_kept_characters = sum(len(prompt.text) for prompt in answers.prompts) if body.echo else 0
-        return await self._answer(request, body, answers, params, body.kv_transfer_params, num_kept_characters)
+        return await self._answer(request, body, answers, params, num_kept_characters)
 
     async def _completion(self, body: CompletionBody) -> tuple[Answers, SamplingParams]:
         """Return the form of the answers to a body, and the parameters of its requests."""
@@ -136,23 +134,17 @@ class Api:
         shown = body.shown(echo=echo, num_logprobs=body.logprobs, drops_new=max_tokens == 0)
         return Answers(texts, self._settings.name, prompts, body.num_choices, shown), params
 
-    async def chat_completions(self, request: Request) -> Response:
-        """Continue a conversation of chat completions."""
-        return await self._chat(request, ChatBody, chat_answers)
-
-    async def responses(self, request: Request) -> Response:
-        """Continue a conversation of responses."""
-        return await self._chat(request, ResponsesBody, responses_reply)
-
-    async def messages(self, request: Request) -> Response:
-        """Continue a conversation of Anthropic's messages."""
-        return await self._chat(request, MessagesBody, messages_reply)
+    async def chat(self, kind: type[Chat], reply: MakeReply[Chat], request: Request) -> Response:
+        """Continue a conversation in the shape of any route."""
+        async with self._receiver.body(request, kind) as body:
+            answer, params = await under(request, self._conversation(body, reply))
+        return await self._answer(request, body, answer, params)
 
     async def count_tokens(self, request: Request) -> Response:
         """Return the number of tokens of a conversation of Anthropic's messages."""
         async with self._receiver.body(request, CountBody) as body:
             self._texts(body.model)
-            prompt = await under(request, self._chats().prompt(body.conversation()))
+            prompt = await under(request, self._chats.prompt(body.conversation()))
         return JSONResponse({"input_tokens": len(prompt.token_ids)})
 
     async def tokenize(self, request: Request) -> Response:
@@ -166,7 +158,7 @@ class Api:
         texts, adds_special = self._texts(body.model), bool(body.add_special_tokens)
         if body.messages is None:
             return await texts.encode([body.prompt or ""], body.add_special_tokens is not False)
-        return (await self._chats().prompt(body.conversation_of(body.messages), adds_special)).token_ids
+        return (await self._chats.prompt(body.conversation_of(body.messages), adds_special)).token_ids
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of tokens."""
@@ -176,33 +168,20 @@ class Api:
 
     def _texts(self, name: str | None) -> Texts:
         """Return the tokenizer of the model that a client names, or of the one there is."""
-        model = self._engine.ready()
+        self._engine.ready()
         if name not in (None, self._settings.name):
             words = f"the model {name!r} does not exist; this is {self._settings.name!r}"
             raise ApiError(404, words, param="model", code="model_not_found")
-        return Texts(self._background(model))
+        return Texts(self._background)
 
-    async def _chat(
-        self,
-        request: Request,
-        kind: type[Chat],
-        reply: Callable[[Chat, Texts, str, list[Prompt], list[AnswerReader]], Reply],
-    ) -> Response:
-        """Continue a conversation in the shape of any route."""
-        async with self._receiver.body(request, kind) as body:
-            answer, params = await under(request, self._conversation(body, reply))
-        return await self._answer(request, body, answer, params, body.sampling.kv_transfer_params)
-
-    async def _conversation(
-        self, body: Chat, reply: Callable[[Chat, Texts, str, list[Prompt], list[AnswerReader]], Reply]
-    ) -> tuple[Reply, SamplingParams]:
+    async def _conversation(self, body: Chat, reply: MakeReply[Chat]) -> tuple[Reply, SamplingParams]:
         """Return the form of the answer to a body of any route, and the parameters of its requests."""
-        texts, chats, sampling = self._texts(body.model), self._chats(), body.sampling
+        texts, chats, sampling = self._texts(body.model), self._chats, body.sampling
         longest, limit = self._engine.ready().max_model_len, sampling.token_limit
         num_kept = sampling.num_kept_tokens(longest, limit or 1)
         conversation = body.conversation()
         prompts = [await chats.prompt(conversation, body.adds_special_tokens, num_kept)]
-        skips = not sampling.shows_special_tokens
+        skips = sampling.skip_special_tokens is not False
         readers = [chats.reader(conversation, prompts[0], skips) for _ in range(sampling.num_choices)]
         if not limit:
             limit = longest - len(prompts[0].token_ids)
@@ -212,33 +191,25 @@ class Api:
         grammar = await chats.grammars.grammar(conversation.tool_use, prompts[0], *body.asked_grammar())
         if grammar is not None:
             if params.ignore_eos:
-                words = "ignore_eos is true; an answer with required or strict calls ends where its grammar does"
-                raise ApiError(400, words, param="ignore_eos")
+                words = "is true; an answer with required or strict calls ends where its grammar does"
+                raise wrong("ignore_eos", words)
             params = replace(params, grammar=grammar)
         if chats.has_format:
             params = replace(params, skip_special_tokens=False)
         await check_params(params, sampling.grammar_source, self._engine.ready(), self._checks)
         return reply(body, texts, self._settings.name, prompts, readers), params
 
-    def _background(self, model: Started) -> Background:
+    @cached_property
+    def _background(self) -> Background:
         """Return where what clients send is worked on."""
-        if self._off_loop is None:
-            self._off_loop = Background(model, self._worker)
-        return self._off_loop
+        return Background(self._engine.ready(), self._worker)
 
+    @cached_property
     def _chats(self) -> Chats:
         """Return the form of the model's conversations."""
-        if self._form is None:
-            settings, model = self._settings, self._engine.ready()
-            self._form = Chats(
-                model,
-                settings.template,
-                settings.tool_call_parser,
-                settings.reasoning_parser,
-                self._background(model),
-                self._checks,
-            )
-        return self._form
+        settings, model = self._settings, self._engine.ready()
+        formats = settings.tool_call_parser, settings.reasoning_parser
+        return Chats(model, settings.template, *formats, self._background, self._checks)
 
     async def _answer(
         self,
@@ -246,13 +217,11 @@ class Api:
         body: CompletionBody | ChatRequest,
         reply: Reply,
         params: SamplingParams,
-        transfer: KvTransferParams | None,
         num_kept_characters: int = 0,
     ) -> Response:
         """Submit prompts, and send the answer.
 
         Args:
-            transfer: Field of a router.
             num_kept_characters: Characters of the prompts that are kept for the answer.
         """
         longest, num_new = self._engine.ready().max_model_len, 0
@@ -263,7 +232,7 @@ class Api:
             sum(lengths) * reply.num_choices, params.prompt_logprobs, num_new * reply.num_choices, params.logprobs
         )
         salt = body.cache_salt or ""
-        move = self._router.move(transfer, reply.prompts, reply.num_choices, salt)
+        move = self._router.move(body.sampling.kv_transfer_params, reply.prompts, reply.num_choices, salt)
         reply = self._router.handed_over(reply, move, request.url, salt)
         generation = self._engine.submit(
             [prompt.token_ids for prompt in reply.prompts],

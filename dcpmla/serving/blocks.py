@@ -1,84 +1,48 @@
 """Blocks of an answer: its reasoning, texts and tool calls in the order in which they come, and its usage."""
 
+import time
+import uuid
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Literal
 
-from dcpmla.serving.chat.events import Kind, Pieces
-from dcpmla.serving.errors import ApiError
+from dcpmla.serving.chat.events import Kind
 from dcpmla.serving.messages import Output
 from dcpmla.serving.prompts import Prompt
 from dcpmla.serving.reader import AnswerReader
 from dcpmla.serving.shown import Json, Usage
 
+Change = Literal["open", "add", "close"]  # what happens to a block
 
+
+@dataclass
 class Block:
     """A part of an answer.
 
     Attributes:
         index: Number of the block in the answer.
+        number: Number of a call among the calls, else 0.
         call_id, name: Id and function of a call, else empty.
     """
 
-    def __init__(self, kind: Kind, index: int, call_id: str, name: str) -> None:
-        self.kind, self.index, self.call_id, self.name = kind, index, call_id, name
-        self._texts: list[str] = []
+    kind: Kind
+    index: int
+    number: int
+    call_id: str
+    name: str
+    texts: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
         """Return the text so far; of a call, the arguments."""
-        return "".join(self._texts)
-
-    def add(self, text: str) -> None:
-        """Add the next text."""
-        self._texts.append(text)
-
-
-class Change(NamedTuple):
-    """A change of a block: it begins, gets a text, or ends."""
-
-    action: Literal["open", "add", "close"]
-    block: Block
-    text: str = ""
-
-
-class Blocks:
-    """The blocks of an answer. At most one is open: the last."""
-
-    def __init__(self) -> None:
-        self.all: list[Block] = []
-        self._open: Block | None = None
-        self._call = 0  # number of the open call, 0 for other blocks
-
-    def push(self, pieces: Pieces) -> Iterator[Change]:
-        """Yield the changes that pieces make."""
-        for piece in pieces:
-            if self._open is None or (self._open.kind, self._call) != (piece.kind, piece.number):
-                yield from self._begin(Block(piece.kind, len(self.all), piece.call_id or "", piece.name or ""))
-                self._call = piece.number
-            yield from self._add(piece.text)
-
-    def finish(self) -> Iterator[Change]:
-        """End the open block."""
-        if self._open is not None:
-            yield Change("close", self._open)
-            self._open = None
-
-    def _begin(self, block: Block) -> Iterator[Change]:
-        yield from self.finish()
-        self.all.append(block)
-        self._open = block
-        yield Change("open", block)
-
-    def _add(self, text: str) -> Iterator[Change]:
-        if text and self._open is not None:
-            self._open.add(text)
-            yield Change("add", self._open, text)
+        return "".join(self.texts)
 
 
 class BlockReply:
     """One answer as blocks, the base of the routes that show it so.
 
     Attributes:
+        blocks: Blocks so far. The last one is open until the answer ends.
         finish_reason: Reason of the end, None before.
         stop_string: Stop string that ended the answer, empty for any other end.
     """
@@ -86,10 +50,11 @@ class BlockReply:
     ending = ""
     num_choices = 1
 
-    def __init__(self, prompts: list[Prompt], reader: AnswerReader) -> None:
-        self.prompts, self._reader = prompts, reader
+    def __init__(self, model: str, prompts: list[Prompt], reader: AnswerReader) -> None:
+        self.model, self.prompts, self._reader = model, prompts, reader
+        self.id, self.created = uuid.uuid4().hex, int(time.time())
         self.usage = Usage(sum(len(prompt.token_ids) for prompt in prompts))
-        self.blocks = Blocks()
+        self.blocks: list[Block] = []
         self.finish_reason: str | None = None
         self.stop_string = ""
 
@@ -99,21 +64,33 @@ class BlockReply:
 
     def add(self, index: int, output: Output) -> None:
         """Take outputs of the whole answer, joined."""
-        for _ in self._changes(output):
-            pass
+        self.chunks(index, output)
 
-    def error(self, error: ApiError) -> Json:
-        """Return the last event of a stream that fails."""
+    def chunks(self, index: int, output: Output) -> list[Json]:
+        """Count an output, and return the events of the blocks that it begins, continues and ends."""
+        return [event for change, block, text in self._changes(output) for event in self._events(change, block, text)]
+
+    def _events(self, change: Change, block: Block, text: str) -> Iterator[Json]:
+        """Yield the events of a change of a block, which adds a text or none."""
         raise NotImplementedError
 
-    def _changes(self, output: Output) -> Iterator[Change]:
-        """Count an output, and yield the changes that it makes."""
-        if not self.usage.completion_tokens:
-            self.usage.cached_tokens = output.num_cached_tokens
-        self.usage.completion_tokens += output.num_tokens
-        yield from self.blocks.push(self._reader.push(output))
+    def _changes(self, output: Output) -> Iterator[tuple[Change, Block, str]]:
+        """Yield the changes of blocks that an output makes."""
+        self.usage.count(output)
+        for piece in self._reader.push(output):
+            block = self.blocks[-1] if self.blocks else None
+            if block is None or (block.kind, block.number) != (piece.kind, piece.number):
+                if block is not None:
+                    yield "close", block, ""
+                block = Block(piece.kind, len(self.blocks), piece.number, piece.call_id or "", piece.name or "")
+                self.blocks.append(block)
+                yield "open", block, ""
+            if piece.text:
+                block.texts.append(piece.text)
+                yield "add", block, piece.text
         self.usage.reasoning_tokens = self._reader.num_reasoning_tokens
         if output.finish_reason:
             self.finish_reason = self._reader.finish_reason(output.finish_reason)
             self.stop_string = output.stop_string
-            yield from self.blocks.finish()
+            if self.blocks:
+                yield "close", self.blocks[-1], ""

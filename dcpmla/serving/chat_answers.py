@@ -32,22 +32,14 @@ class ChatAnswers(Answers):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
     part = "delta"
+    has_prompts_in_choices = False
 
     def first_chunks(self) -> list[Json]:
-        delta = {"role": "assistant", "content": ""}
-        chunks = [
-            self._chunk_of({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
-            for index in range(self.num_choices)
-        ]
+        begun = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        chunks = [self._chunk_of({"index": index, **begun}) for index in range(self.num_choices)]
         if self.shown.token_ids:
-            chunks[0]["prompt_token_ids"] = self._prompt_token_ids[0]
+            chunks[0]["prompt_token_ids"] = self.prompts[0].token_ids
         return chunks
-
-    def _extras(self, index: int, output: Output, is_first: bool) -> Json:
-        return {"token_ids": list(output.token_ids)} if self.shown.token_ids else {}
-
-    def _whole_extras(self, output: Output) -> Json:
-        return self._prompt_extras(0, output)
 
     def add(self, index: int, output: Output) -> None:
         super().add(index, output)
@@ -55,25 +47,19 @@ class ChatAnswers(Answers):
         for piece in self._read(index, output):
             collector.add(piece)
 
-    def _choice(self, index: int, output: Output, logprobs: Json | None, is_chunk: bool) -> Json:
+    def _said(self, index: int, output: Output, is_chunk: bool) -> Json:
         if is_chunk:
-            said = {"delta": _delta(self._read(index, output))}
-        else:
-            said = {"message": _message(self._collectors[index].take())}
-        reason = self.readers[index].finish_reason(output.finish_reason)
-        return {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
+            return {"delta": _delta(self._read(index, output))}
+        return {"message": _message(self._collectors[index].take())}
+
+    def _finish_reason(self, index: int, output: Output) -> str | None:
+        return self.readers[index].finish_reason(output.finish_reason)
 
     def _read(self, index: int, output: Output) -> Pieces:
         """Return what an output adds to a choice."""
         pieces = self.readers[index].push(output)
-        self._count_reasoning(index)
+        self._usages[index].reasoning_tokens = self.readers[index].num_reasoning_tokens
         return pieces if self.shows_reasoning else Pieces(piece for piece in pieces if piece.kind != "reasoning")
-
-    def _count_reasoning(self, index: int) -> None:
-        numbers = [reader.num_reasoning_tokens for reader in self.readers]
-        self._usages[index].reasoning_tokens = numbers[index]
-        if numbers[index] is not None:  # all choices have one, or none has
-            self.usage.reasoning_tokens = sum(number or 0 for number in numbers)
 
     def _logprobs(self, index: int, output: Output) -> Json | None:
         if self.shown.num_logprobs is None:

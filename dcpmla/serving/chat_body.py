@@ -5,27 +5,22 @@ Source: OpenAI's API reference for chat completions; fields beyond it carry vLLM
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import Field, StringConstraints
 
 from dcpmla.runtime.grammar import Grammar
 from dcpmla.serving.conversation import ChatMessage, Conversation, Messages, check_messages, thinking_of
 from dcpmla.serving.engine_limits import MAX_LOGPROBS
-from dcpmla.serving.errors import ApiError
-from dcpmla.serving.protocol import CacheSalt, GenerationFields
-from dcpmla.serving.refused import check_fields_of_body
+from dcpmla.serving.errors import ApiError, wrong
+from dcpmla.serving.protocol import GenerationFields, RequestFields
+from dcpmla.serving.refused import OpenFields, check_fields_of_body
 from dcpmla.serving.sampling_fields import SamplingFields
-from dcpmla.serving.tools import Tools, chat_tools, own_tools, strict_of, tool_use
+from dcpmla.serving.tools import Tools, chosen, tool_use
 
 Effort = Annotated[str, StringConstraints(min_length=1, max_length=32)]
 
 
-class ChatRequest(BaseModel):
+class ChatRequest(RequestFields):
     """A body of any route that continues a conversation."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-    model: str | None = None
-    stream: bool | None = None
-    cache_salt: CacheSalt | None = None
 
     @property
     def sampling(self) -> SamplingFields:
@@ -59,10 +54,9 @@ class ChatRequest(BaseModel):
         raise NotImplementedError
 
 
-class ChatFields(BaseModel):
+class ChatFields(OpenFields):
     """Fields of a conversation, and of how its prompt is written."""
 
-    model_config = ConfigDict(strict=True)
     tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -78,14 +72,12 @@ class ChatFields(BaseModel):
             ApiError: The final message cannot be both continued and followed by a new one; a tool or message is wrong.
         """
         if self.add_generation_prompt and self.continue_final_message:
-            words = "continue_final_message and add_generation_prompt are both true; give one of the two"
-            raise ApiError(400, words, param="continue_final_message")
+            raise wrong("continue_final_message", "and add_generation_prompt are both true; give one of the two")
         continues = bool(self.continue_final_message)
-        tools = chat_tools(self.tools or [])
-        strict = strict_of(tool["function"] for _, tool in own_tools(self.tools))
+        tools = tool_use(self.tools, "function.parameters")
         conversation = Conversation(
             [message.for_template(number) for number, message in enumerate(messages)],
-            tool_use(tools, self.tool_choice, self.parallel_tool_calls, strict=strict),
+            chosen(tools, self.tool_choice, self.parallel_tool_calls),
             self.chat_template_kwargs or {},
             *thinking_of(self.reasoning_effort),
             reasoning_field="reasoning_effort",
@@ -110,13 +102,9 @@ class ChatBody(GenerationFields, ChatFields, ChatRequest):
         super().model_post_init(context)
         check_messages(self.messages)
         if self.top_logprobs and not self.logprobs:
-            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+            raise wrong("top_logprobs", "needs logprobs: true")
         if self.token_limit == 0:
-            raise ApiError(400, "max_tokens is 0; it must be at least 1", param="max_tokens")
-
-    @property
-    def sampling(self) -> SamplingFields:
-        return self
+            raise wrong("max_tokens", "is 0; it must be at least 1")
 
     @property
     def num_logprobs(self) -> int | None:
@@ -133,7 +121,6 @@ class ChatBody(GenerationFields, ChatFields, ChatRequest):
 class TokenizeBody(ChatFields):
     """A body of /tokenize."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None

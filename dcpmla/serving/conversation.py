@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from dcpmla.serving.errors import ApiError
-from dcpmla.serving.refused import check_fields_of_message
+from dcpmla.serving.errors import ApiError, wrong
+from dcpmla.serving.refused import Fields, OpenFields, check_nested
 from dcpmla.serving.shown import Json
 from dcpmla.serving.tools import ToolUse
 
@@ -116,25 +116,22 @@ def reasoning_part(text: str) -> Json:
     return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
-class _Function(BaseModel):
-    model_config = ConfigDict(strict=True)
+class _Function(Fields):
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class ChatToolCall(BaseModel):
+class ChatToolCall(Fields):
     """A tool call of an earlier answer."""
 
-    model_config = ConfigDict(strict=True)
     id: str | None = None
     type: Literal["function"] = "function"
     function: _Function
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(OpenFields):
     """A message of a conversation in chat completions."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
     role: str
     content: Any = None
     name: str | None = None
@@ -174,8 +171,22 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
     """
     for number, message in enumerate(messages):
         if message.model_extra:
-            check_fields_of_message(message.model_extra, f"messages.{number}")
+            check_nested(f"messages.{number}", message)
             message.model_extra.clear()
+
+
+def text_in(fields: Mapping[str, Any], name: str, path: str) -> str:
+    """Return a field that must be a text.
+
+    Args:
+        path: Path of the fields in the body.
+    Raises:
+        ApiError: It is no text.
+    """
+    value = fields.get(name)
+    if not isinstance(value, str):
+        raise wrong(f"{path}.{name}", f"is {value!r:.100}; it must be a string")
+    return value
 
 
 def texts_of(content: Any, path: str) -> Iterator[str]:

@@ -5,15 +5,7 @@ from collections.abc import Mapping
 from starlette.responses import JSONResponse
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
+_ANTHROPIC_TYPES = {**_TYPES, 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 _ANTHROPIC_ROUTES = "/v1/messages"
 
 
@@ -54,3 +46,8 @@ class ApiError(Exception):
         """Return the answer in the shape of a path's API."""
         body = self.anthropic_body() if path.startswith(_ANTHROPIC_ROUTES) else self.body()
         return JSONResponse(body, self.status, dict(self.headers or {}))
+
+
+def wrong(path: str, words: str) -> ApiError:
+    """Return the error of a field of a body. Its message is the field's path and the words."""
+    return ApiError(400, f"{path} {words}", param=path)

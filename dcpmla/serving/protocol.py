@@ -8,8 +8,8 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from dcpmla.serving.engine_limits import MAX_LOGPROBS
-from dcpmla.serving.errors import ApiError
-from dcpmla.serving.refused import check_fields_of_body, check_stream_options
+from dcpmla.serving.errors import ApiError, wrong
+from dcpmla.serving.refused import Fields, OpenFields, check_fields_of_body, check_nested
 from dcpmla.serving.sampling_fields import SamplingFields
 from dcpmla.serving.shown import Shown
 
@@ -25,21 +25,26 @@ _Path = tuple[int | str, ...]
 _Mistake = tuple[_Path, str, str]  # Path, type and message of pydantic.
 
 
-class StreamOptions(BaseModel):
+class RequestFields(OpenFields):
+    """Fields of all bodies that ask for an answer."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+    model: str | None = None
+    stream: bool | None = None
+    cache_salt: CacheSalt | None = None
+
+
+class StreamOptions(OpenFields):
     """Options of a streamed answer."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class GenerationFields(SamplingFields):
+class GenerationFields(SamplingFields, RequestFields):
     """Fields of both kinds of completions besides the sampling fields; null is the default."""
 
-    model: str | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    cache_salt: CacheSalt | None = None
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
 
@@ -50,14 +55,19 @@ class GenerationFields(SamplingFields):
             ApiError: A field would change the answer and is not served, is misspelt, or contradicts another.
         """
         if self.best_of not in (None, self.num_choices):
-            raise ApiError(400, f"best_of is {self.best_of}; it must be n, {self.num_choices}", param="best_of")
+            raise wrong("best_of", f"is {self.best_of}; it must be n, {self.num_choices}")
         if self.stream_options is not None:
-            check_stream_options(self.stream_options.model_extra or {})
+            check_nested("stream_options", self.stream_options)
             if not self.stream and (self.stream_options.include_usage or self.stream_options.continuous_usage_stats):
-                raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+                raise wrong("stream_options", "needs stream: true")
         if self.stream and self.prompt_logprobs is not None:
-            raise ApiError(400, "prompt_logprobs is not supported with stream: true", param="prompt_logprobs")
+            raise wrong("prompt_logprobs", "is not supported with stream: true")
         check_fields_of_body(self)
+
+    @property
+    def sampling(self) -> SamplingFields:
+        """Return the fields that decide which tokens are chosen."""
+        return self
 
     def shown(self, *, echo: bool, num_logprobs: int | None, drops_new: bool) -> Shown:
         """Return the parts of the answer that the client asks for."""
@@ -68,7 +78,6 @@ class GenerationFields(SamplingFields):
             num_prompt_logprobs=self.prompt_logprobs,
             drops_new=drops_new,
             token_ids=bool(self.return_token_ids),
-            special_tokens=self.shows_special_tokens,
             usage_at_end=bool(options.include_usage),
             usage_in_chunks=bool(options.continuous_usage_stats),
         )
@@ -97,13 +106,12 @@ class CompletionBody(GenerationFields):
         """Raise ApiError as well if neither a new token nor the prompt is wanted."""
         super().model_post_init(context)
         if self.token_limit == 0 and not self.echo:
-            raise ApiError(400, "max_tokens is 0; it must be at least 1, except with echo", param="max_tokens")
+            raise wrong("max_tokens", "is 0; it must be at least 1, except with echo")
 
 
-class DetokenizeBody(BaseModel):
+class DetokenizeBody(Fields):
     """A body of /detokenize."""
 
-    model_config = ConfigDict(strict=True)
     model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 

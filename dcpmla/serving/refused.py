@@ -5,10 +5,12 @@ Sources: OpenAI's API reference; the protocols of vLLM's and SGLang's servers. O
 
 from collections.abc import Collection, Mapping
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
-from dcpmla.serving.errors import ApiError
+from dcpmla.serving.errors import wrong
 from dcpmla.serving.unknown_fields import log_ignored, look_alike
+
+_Allowed = tuple[object, ...] | None  # values that change nothing, besides null; None if all may
 
 # Values that change nothing, by field; null changes nothing either.
 _REFUSED: dict[str, tuple[object, ...]] = {
@@ -105,18 +107,31 @@ _OTHER_ROUTE: dict[str, tuple[object, ...]] = {
     "tools": ([],),
     "top_logprobs": (0,),
 }
+# Fields of objects in a body, and the values of all other fields that change nothing: None if all may.
+_NESTED: dict[str, tuple[dict[str, _Allowed], _Allowed]] = {
+    "messages": (
+        {"audio": (), "function_call": (), "partial": (False,), "prefix": (False,), "refusal": (), "tools": ([],)},
+        None,
+    ),
+    "output_config": ({"task_budget": None}, ()),  # No answer has to follow a budget.
+    "reasoning": ({"mode": ("standard",)}, None),
+    "stream_options": ({"include_obfuscation": (False,)}, (False,)),
+}
 _NONE: Mapping[str, tuple[object, ...]] = {}
 _NOT_HERE = "this route does not have it"
 _MAX_UNKNOWN = 64  # names of a body that are compared with known ones
-_STREAM_OPTIONS: dict[str, tuple[object, ...]] = {"include_obfuscation": (False,)}
-_MESSAGE: dict[str, tuple[object, ...]] = {
-    "audio": (),
-    "function_call": (),
-    "partial": (False,),
-    "prefix": (False,),
-    "refusal": (),
-    "tools": ([],),
-}
+
+
+class Fields(BaseModel):
+    """Fields of a JSON object. Other fields are ignored."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class OpenFields(Fields):
+    """Fields of a JSON object. Other fields are kept until they are checked."""
+
+    model_config = ConfigDict(extra="allow")
 
 
 def check_fields_of_body(
@@ -142,7 +157,7 @@ def check_fields_of_body(
         if name in own:
             refuse(name, value, own[name], advice)
         elif name in _MISPLACED:
-            raise ApiError(400, f"{name} is not supported; {_MISPLACED[name]}", param=name)
+            refuse(name, value, (), _MISPLACED[name])
         elif name in elsewhere:
             refuse(name, value, (), _NOT_HERE)
         elif name in _REFUSED:
@@ -155,24 +170,25 @@ def check_fields_of_body(
     for name in unknown[:_MAX_UNKNOWN]:
         if meant := look_alike(name, known):
             more = "" if meant in fields else f" {_MISPLACED.get(meant, _NOT_HERE)}"
-            raise ApiError(400, f"{name} is unknown; did you mean {meant}?{more}", param=name)
+            raise wrong(name, f"is unknown; did you mean {meant}?{more}")
     log_ignored(unknown)
     extra.clear()
 
 
-def check_fields_of_message(fields: Mapping[str, object], path: str) -> None:
-    """Raise ApiError if one of a message's fields would change the prompt, and is not served."""
-    for name, value in fields.items():
-        refuse(f"{path}.{name}", value, _MESSAGE.get(name), "leave it out")
+def check_nested(path: str, value: OpenFields | Mapping[str, object] | None) -> None:
+    """Raise ApiError for a field of an object in a body that would change the answer and is not served.
+
+    Args:
+        path: Path of the object in the body.
+        value: The object, whose own fields are served, or fields alone.
+    """
+    allowed, others = _NESTED[path.partition(".")[0]]
+    extra = value.model_extra if isinstance(value, OpenFields) else value
+    for name, each in (extra or {}).items():
+        refuse(f"{path}.{name}", each, allowed.get(name, others), "leave it out")
 
 
-def check_stream_options(fields: Mapping[str, object]) -> None:
-    """Raise ApiError for an option of streams that is not served."""
-    for name, value in fields.items():
-        refuse(f"stream_options.{name}", value, _STREAM_OPTIONS.get(name, (False,)), "leave it out")
-
-
-def refuse(path: str, value: object, allowed: tuple[object, ...] | None, words: str) -> None:
+def refuse(path: str, value: object, allowed: _Allowed, words: str) -> None:
     """Raise ApiError for a value that is not allowed.
 
     Args:
@@ -180,4 +196,4 @@ def refuse(path: str, value: object, allowed: tuple[object, ...] | None, words: 
         words: Advice for the client.
     """
     if allowed is not None and value is not None and value not in allowed:
-        raise ApiError(400, f"{path} is not supported; {words}", param=path)
+        raise wrong(path, f"is not supported; {words}")

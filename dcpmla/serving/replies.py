@@ -62,13 +62,14 @@ class Reply(Protocol):
         ...
 
 
-def event(chunk: Json) -> Iterator[str]:
-    """Yield a chunk as a server-sent event in slices, named after the chunk's type if it has one."""
-    before = f"event: {chunk['type']}\ndata: " if "type" in chunk else "data: "
-    for text in slices(chunk):
-        yield before + text
-        before = ""
-    yield "\n\n"
+def event(*chunks: Json) -> Iterator[str]:
+    """Yield each chunk as a server-sent event in slices, named after the chunk's type if it has one."""
+    for chunk in chunks:
+        before = f"event: {chunk['type']}\ndata: " if "type" in chunk else "data: "
+        for text in slices(chunk):
+            yield before + text
+            before = ""
+        yield "\n\n"
 
 
 async def collect(generation: Generation, answers: Reply) -> Json:
@@ -85,20 +86,17 @@ async def collect(generation: Generation, answers: Reply) -> Json:
 async def events(generation: Generation, answers: Reply) -> AsyncIterator[str]:
     """Yield the answer as events; an error is the last one, if one comes."""
     try:
-        for chunk in answers.first_chunks():
-            for text in event(chunk):
-                yield text
+        for text in event(*answers.first_chunks()):
+            yield text
         async for index, output in generation.outputs():
-            for chunk in answers.chunks(index, output):
-                for text in event(chunk):
-                    yield text
+            for text in event(*answers.chunks(index, output)):
+                yield text
     except ApiError as error:
         for text in event(answers.error(error)):
             yield text
     else:
-        for chunk in answers.last_chunks():
-            for text in event(chunk):
-                yield text
+        for text in event(*answers.last_chunks()):
+            yield text
         yield answers.ending
 
 

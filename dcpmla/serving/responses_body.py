@@ -6,7 +6,7 @@ Source: OpenAI's API reference of responses. What needs storage is refused by na
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from dcpmla.runtime.grammar import Grammar
 from dcpmla.serving.chat_body import ChatRequest, Effort
@@ -15,17 +15,18 @@ from dcpmla.serving.conversation import (
     Conversation,
     History,
     reasoning_part,
+    text_in,
     texts_of,
     thinking_of,
     tool_call,
 )
 from dcpmla.serving.engine_limits import MAX_TOKENS
-from dcpmla.serving.errors import ApiError
-from dcpmla.serving.refused import check_fields_of_body, check_stream_options, refuse
+from dcpmla.serving.errors import ApiError, wrong
+from dcpmla.serving.refused import Fields, OpenFields, check_fields_of_body, check_nested, refuse
 from dcpmla.serving.sampling_fields import SamplingFields
 from dcpmla.serving.shown import Json
 from dcpmla.serving.structured import grammar_of_format
-from dcpmla.serving.tools import Tools, function_tool, own_tools, strict_of, tool_use
+from dcpmla.serving.tools import Tools, chosen, tool_use
 
 # Values that change nothing, by field.
 _REFUSED: dict[str, tuple[object, ...]] = {
@@ -40,7 +41,6 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
-_REASONING = {"mode": ("standard",)}
 # The item of a reasoning has its text, which may be sent back. The others are about tools and images, which no answer
 # has.
 _INCLUDED = (
@@ -54,24 +54,21 @@ _INCLUDED = (
 )
 
 
-class ReasoningFields(BaseModel):
+class ReasoningFields(OpenFields):
     """Fields of `reasoning`. There are no summaries: the item has the reasoning itself."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed", "none"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class _TextFields(BaseModel):
-    model_config = ConfigDict(strict=True)
+class _TextFields(Fields):
     format: dict[str, Any] | None = None
 
 
 class ResponsesBody(ChatRequest):
     """A body of /v1/responses."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: str | None = None
     tools: Tools | None = None
@@ -94,11 +91,10 @@ class ResponsesBody(ChatRequest):
         """
         advice = "this server stores nothing and answers at once; leave it out"
         check_fields_of_body(self, _REFUSED, advice, elsewhere=SamplingFields.model_fields)
-        check_stream_options(self.stream_options or {})
+        check_nested("stream_options", self.stream_options)
         for name in self.include or []:
             refuse("include", name, _INCLUDED, f"{name[:100]!r} is not in {', '.join(_INCLUDED)}")
-        for name, value in ((self.reasoning and self.reasoning.model_extra) or {}).items():
-            refuse(f"reasoning.{name}", value, _REASONING.get(name), "leave it out")
+        check_nested("reasoning", self.reasoning)
 
     @property
     def sampling(self) -> SamplingFields:
@@ -113,12 +109,9 @@ class ResponsesBody(ChatRequest):
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         messages: list[Json] = [{"role": "system", "content": self.instructions}] if self.instructions else []
         messages += messages_of(items)
-        own = dict(own_tools(self.tools))
-        tools = [function_tool(tool, path) for path, tool in own.items()]
+        use = chosen(tool_use(self.tools, "parameters"), self.tool_choice, self.parallel_tool_calls)
         self.input = ""
         effort = None if self.reasoning is None else self.reasoning.effort
-        strict = strict_of(own.values())
-        use = tool_use(tools, self.tool_choice, self.parallel_tool_calls, strict=strict, schema_field="parameters")
         thinking, level = thinking_of(effort)
         return Conversation(messages, use, thinking=thinking, effort=level, reasoning_field="reasoning.effort")
 
@@ -135,9 +128,9 @@ def messages_of(items: Sequence[Mapping[str, Any]]) -> list[Json]:
         if kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant"):
             history.add_part(_part(kind, item, path))
         elif kind == "message":
-            history.add({"role": _text(item, "role", path), "content": _content(item, "content", path)})
+            history.add({"role": text_in(item, "role", path), "content": _content(item, "content", path)})
         elif kind == "function_call_output":
-            call_id = _text(item, "call_id", path)
+            call_id = text_in(item, "call_id", path)
             history.add({"role": "tool", "tool_call_id": call_id, "content": _content(item, "output", path)})
         else:
             raise ApiError(400, f"{path}: items of type {kind!r} are not supported", param=path)
@@ -151,17 +144,10 @@ def _part(kind: str, item: Mapping[str, Any], path: str) -> Json:
     if kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
         if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-            raise ApiError(400, f"{path} has content that is no list of texts", param=path)
-        return reasoning_part("".join(_text(part, "text", path) for part in parts))
-    fields = [_text(item, name, path) for name in ("call_id", "name", "arguments")]
+            raise wrong(path, "has content that is no list of texts")
+        return reasoning_part("".join(text_in(part, "text", path) for part in parts))
+    fields = [text_in(item, name, path) for name in ("call_id", "name", "arguments")]
     return {"tool_calls": [tool_call(*fields)]}
-
-
-def _text(item: Mapping[str, Any], name: str, path: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise ApiError(400, f"{path}.{name} is {value!r:.100}; it must be a string", param=f"{path}.{name}")
-    return value
 
 
 def _content(item: Mapping[str, Any], name: str, path: str) -> str:

@@ -1,28 +1,26 @@
 """Answers in OpenAI's shape of responses, whole and as events."""
 
-import time
-import uuid
 from collections.abc import Iterator
 from typing import Any
 
 from dcpmla.serving.blocks import Block, BlockReply, Change
 from dcpmla.serving.errors import ApiError
-from dcpmla.serving.messages import Output
 from dcpmla.serving.prompts import Prompt, Texts
 from dcpmla.serving.reader import AnswerReader
 from dcpmla.serving.responses_body import ResponsesBody
 from dcpmla.serving.shown import Json
 
 _PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
-_PARTS = {"reasoning": "reasoning_text", "text": "output_text"}  # types of content
+# Types of content, and names of events about a text.
+_PARTS = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 
 
 class ResponsesReply(BlockReply):
     """A response: an item for each block of the answer."""
 
-    def __init__(self, fields: Json, prompts: list[Prompt], reader: AnswerReader) -> None:
-        super().__init__(prompts, reader)
-        self._fields, self._id, self._created, self._number = fields, uuid.uuid4().hex, int(time.time()), 0
+    def __init__(self, fields: Json, model: str, prompts: list[Prompt], reader: AnswerReader) -> None:
+        super().__init__(model, prompts, reader)
+        self._fields, self._number = fields, 0
 
     def whole(self) -> Json:
         """Return the response."""
@@ -30,14 +28,8 @@ class ResponsesReply(BlockReply):
 
     def first_chunks(self) -> list[Json]:
         """Return the events before any token."""
-        return [
-            self._event(kind, response=self._response("in_progress"))
-            for kind in ("response.created", "response.in_progress")
-        ]
-
-    def chunks(self, index: int, output: Output) -> list[Json]:
-        """Return the events of an output."""
-        return [event for change in self._changes(output) for event in self._events(change)]
+        begun = self._response("in_progress")
+        return [self._event(f"response.{name}", response=begun) for name in ("created", "in_progress")]
 
     def last_chunks(self) -> list[Json]:
         """Return the event of the end."""
@@ -56,14 +48,15 @@ class ResponsesReply(BlockReply):
         """Return the response with the blocks so far."""
         is_over, usage = status != "in_progress", self.usage
         return {
-            "id": f"resp_{self._id}",
+            "id": f"resp_{self.id}",
             "object": "response",
-            "created_at": self._created,
+            "created_at": self.created,
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": self.model,
             **self._fields,
-            "output": [self._item(block, status) for block in self.blocks.all],
+            "output": [self._item(block, status) for block in self.blocks],
             "usage": {
                 "input_tokens": usage.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
@@ -79,55 +72,50 @@ class ResponsesReply(BlockReply):
         self._number += 1
         return {"type": kind, "sequence_number": self._number - 1, **fields}
 
-    def _events(self, change: Change) -> Iterator[Json]:
-        """Yield the events of a change."""
-        block = change.block
+    def _events(self, change: Change, block: Block, text: str) -> Iterator[Json]:
+        is_call, name = block.kind == "call", _PARTS[block.kind]
         item: Json = {"output_index": block.index, "item_id": self._item_id(block)}
-        if block.kind != "call":
+        if not is_call:
             item["content_index"] = 0
-        name = "function_call_arguments" if block.kind == "call" else _PARTS[block.kind]
         logprobs: Json = {"logprobs": []} if block.kind == "text" else {}
-        match change.action:
+        match change:
             case "open":
-                yield self._event("response.output_item.added", output_index=block.index, item=self._begun(block))
-                if block.kind != "call":
-                    yield self._event("response.content_part.added", **item, part=_part(block, ""))
+                begun = self._item(block, "in_progress")
+                yield self._event("response.output_item.added", output_index=block.index, item=begun)
+                if not is_call:
+                    yield self._event("response.content_part.added", **item, part=_part(block))
             case "add":
-                yield self._event(f"response.{name}.delta", **item, delta=change.text, **logprobs)
+                yield self._event(f"response.{name}.delta", **item, delta=text, **logprobs)
             case "close":
-                whole = {"arguments": block.text, "name": block.name} if block.kind == "call" else {"text": block.text}
+                whole = {"arguments": block.text, "name": block.name} if is_call else {"text": block.text}
                 yield self._event(f"response.{name}.done", **item, **whole, **logprobs)
-                if block.kind != "call":
-                    yield self._event("response.content_part.done", **item, part=_part(block, block.text))
+                if not is_call:
+                    yield self._event("response.content_part.done", **item, part=_part(block))
                 done = self._item(block, self._status())
                 yield self._event("response.output_item.done", output_index=block.index, item=done)
 
-    def _begun(self, block: Block) -> Json:
-        """Return the item of a block that begins."""
-        item = self._item(block, "in_progress")
-        return item if block.kind == "call" else {**item, "content": []}
-
     def _item(self, block: Block, status: str) -> Json:
-        """Return the item of a block; only the last one may be incomplete."""
-        if status != "in_progress" and block is not self.blocks.all[-1]:
+        """Return the item of a block, without content if it begins; only the last one may be incomplete."""
+        content = [] if status == "in_progress" or block.kind == "call" else [_part(block)]
+        if status != "in_progress" and block is not self.blocks[-1]:
             status = "completed"
         item: Json = {"id": self._item_id(block), "status": "incomplete" if status == "failed" else status}
         match block.kind:
             case "reasoning":
-                return {**item, "type": "reasoning", "summary": [], "content": [_part(block, block.text)]}
+                return {**item, "type": "reasoning", "summary": [], "content": content}
             case "text":
-                return {**item, "type": "message", "role": "assistant", "content": [_part(block, block.text)]}
+                return {**item, "type": "message", "role": "assistant", "content": content}
             case "call":
                 call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
                 return {**item, "type": "function_call", **call}
 
     def _item_id(self, block: Block) -> str:
-        return f"{_PREFIXES[block.kind]}_{self._id}_{block.index}"
+        return f"{_PREFIXES[block.kind]}_{self.id}_{block.index}"
 
 
-def _part(block: Block, text: str) -> Json:
+def _part(block: Block) -> Json:
     """Return the content of a block."""
-    part: Json = {"type": _PARTS[block.kind], "text": text}
+    part: Json = {"type": _PARTS[block.kind], "text": block.text}
     return {**part, "annotations": [], "logprobs": []} if block.kind == "text" else part
 
 
@@ -137,7 +125,6 @@ def responses_reply(
     """Return the answer to a body, before any token."""
     reasoning = body.reasoning
     fields = {
-        "model": model,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
@@ -152,4 +139,4 @@ def responses_reply(
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": "disabled",
     }
-    return ResponsesReply(fields, prompts, readers[0])
+    return ResponsesReply(fields, model, prompts, readers[0])

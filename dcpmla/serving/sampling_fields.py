@@ -15,7 +15,7 @@ from dcpmla.serving.engine_limits import (
     MAX_STOPS,
     MAX_TOKENS,
 )
-from dcpmla.serving.errors import ApiError
+from dcpmla.serving.errors import wrong
 from dcpmla.serving.structured import StructuredFields
 from dcpmla.serving.transfer_fields import KvTransferParams
 
@@ -46,7 +46,7 @@ def _kept(value: int | str) -> int:
 class SamplingFields(StructuredFields):
     """Fields that both kinds of completions have; null is the default."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False)
     max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     min_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
@@ -82,11 +82,6 @@ class SamplingFields(StructuredFields):
         """Limit of new tokens that the client names, if it does."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    @property
-    def shows_special_tokens(self) -> bool:
-        """Return whether special tokens are in the text of an answer."""
-        return self.skip_special_tokens is False
-
     def num_kept_tokens(self, max_model_len: int, max_new_tokens: int) -> int | None:
         """Return how many of its last tokens a prompt keeps at most, None for all.
 
@@ -99,10 +94,8 @@ class SamplingFields(StructuredFields):
         if number > 0:
             return number
         if max_new_tokens >= max_model_len:
-            words = (
-                f"max_tokens is {max_new_tokens}; with truncate_prompt_tokens -1 at most {max_model_len - 1} is allowed"
-            )
-            raise ApiError(400, words, param="max_tokens")
+            words = f"is {max_new_tokens}; with truncate_prompt_tokens -1 at most {max_model_len - 1} is allowed"
+            raise wrong("max_tokens", words)
         return max_model_len - max_new_tokens
 
     def params(self, max_new_tokens: int, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
@@ -112,12 +105,10 @@ class SamplingFields(StructuredFields):
             ApiError: More tokens must come than may come, or a field of structured output is wrong.
         """
         if (self.min_tokens or 0) > max_new_tokens:
-            words = f"min_tokens is {self.min_tokens}; at most max_tokens, {max_new_tokens}, is allowed"
-            raise ApiError(400, words, param="min_tokens")
+            raise wrong("min_tokens", f"is {self.min_tokens}; at most max_tokens, {max_new_tokens}, is allowed")
         grammar = self.grammar()
         if self.ignore_eos and grammar is not None:
-            words = f"ignore_eos is true; with {self.grammar_source} an answer ends where its grammar does"
-            raise ApiError(400, words, param="ignore_eos")
+            raise wrong("ignore_eos", f"is true; with {self.grammar_source} an answer ends where its grammar does")
         values = {
             "temperature": 1.0,
             **self.model_dump(include={field.name for field in fields(SamplingParams)}, exclude_none=True),

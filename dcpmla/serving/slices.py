@@ -1,7 +1,7 @@
 """JSON text of answers in slices, so that the event loop runs between them."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from dcpmla.serving.errors import ApiError
@@ -71,13 +71,10 @@ def _texts(value: object) -> Iterator[str]:
         elif isinstance(found, _Text):
             yield found
         elif isinstance(found, dict):
-            pending.append(_fields(found))
+            pending.append(_entries(((f"{_dumps(key)}:", each) for key, each in found.items()), "{}"))
         elif isinstance(found, list) and len(found) > _NUM_NUMBERS and isinstance(found[0], int):
-            yield "["
-            yield _dumps(found[:_NUM_NUMBERS])[1:-1]
-            for start in range(_NUM_NUMBERS, len(found), _NUM_NUMBERS):
-                yield f",{_dumps(found[start : start + _NUM_NUMBERS])[1:-1]}"
-            yield "]"
+            parts = [found[start : start + _NUM_NUMBERS] for start in range(0, len(found), _NUM_NUMBERS)]
+            pending.append(_items(_Text(_dumps(part)[1:-1]) for part in parts))
         elif isinstance(found, list):
             pending.append(_items(found))
         elif isinstance(found, Each):
@@ -94,22 +91,18 @@ class _Text(str):
     """JSON text."""
 
 
-def _fields(value: dict[str, Any]) -> Iterator[Any]:
-    before = "{"
-    for key, each in value.items():
-        yield _Text(f"{before}{_dumps(key)}:")
-        yield each
-        before = ","
-    yield _Text("}" if value else "{}")
+def _items(values: Iterable[Any]) -> Iterator[Any]:
+    return _entries((("", each) for each in values), "[]")
 
 
-def _items(values: Any) -> Iterator[Any]:
-    before = "["
-    for each in values:
-        yield _Text(before)
+def _entries(values: Iterable[tuple[str, Any]], brackets: str) -> Iterator[Any]:
+    """Yield values in brackets, each after its key."""
+    before = brackets[0]
+    for key, each in values:
+        yield _Text(before + key)
         yield each
         before = ","
-    yield _Text("]" if before == "," else "[]")
+    yield _Text(brackets[1] if before == "," else brackets)
 
 
 def _dumps(value: object) -> str:

@@ -8,13 +8,12 @@ import json
 from collections import OrderedDict
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from dcpmla.extras import install, missing
 from dcpmla.runtime.grammar import Grammar
 from dcpmla.serving.background import Prepared
-from dcpmla.serving.errors import ApiError
+from dcpmla.serving.errors import ApiError, wrong
 from dcpmla.serving.messages import Started
+from dcpmla.serving.refused import OpenFields
 from dcpmla.serving.worker import LimitError, Worker
 
 MAX_CHARACTERS = 1 << 16
@@ -22,10 +21,9 @@ _MAX_KEPT = 1024  # latest grammars that need no other check
 _KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
 
-class StructuredFields(BaseModel):
+class StructuredFields(OpenFields):
     """Fields that describe the form of an answer; null is the default."""
 
-    model_config = ConfigDict(strict=True)
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
 
@@ -68,21 +66,19 @@ def grammar_of_format(value: dict[str, Any], path: str, wrapper: str = "") -> Gr
             around = value.get(wrapper) if wrapper else value
             path = ".".join(filter(None, (path, wrapper, "schema")))
             if not isinstance(around, dict) or not isinstance(around.get("schema"), dict):
-                raise ApiError(400, f"{path} is missing; it must be a JSON schema", param=path)
+                raise wrong(path, "is missing; it must be a JSON schema")
             return _grammar("json_schema", around["schema"], path)
-    words = f"{path}.type is {str(value.get('type'))[:40]!r}; it must be text, json_object or json_schema"
-    raise ApiError(400, words, param=f"{path}.type")
+    raise wrong(f"{path}.type", f"is {str(value.get('type'))[:40]!r}; it must be text, json_object or json_schema")
 
 
 def _of_structured_outputs(value: dict[str, Any]) -> Grammar | None:
     entries = _entries(value)
     for name in value:
         if name not in _KINDS and name != "json_object" and name in entries:
-            path = f"structured_outputs.{name}"
-            raise ApiError(400, f"{path} is not supported; leave it out", param=path)
+            raise wrong(f"structured_outputs.{name}", "is not supported; leave it out")
     if len(entries) != 1:
-        words = f"structured_outputs has {sorted(entries)}; give one of json, json_object, regex, choice, grammar"
-        raise ApiError(400, words, param="structured_outputs")
+        words = f"has {sorted(entries)}; give one of json, json_object, regex, choice, grammar"
+        raise wrong("structured_outputs", words)
     ((name, content),) = entries.items()
     path = f"structured_outputs.{name}"
     if name == "json_object":
@@ -91,7 +87,7 @@ def _of_structured_outputs(value: dict[str, Any]) -> Grammar | None:
         try:
             content = json.loads(content)
         except (ValueError, RecursionError) as error:
-            raise ApiError(400, f"{path} is a text that is no JSON: {error}", param=path) from None
+            raise wrong(path, f"is a text that is no JSON: {error}") from None
     return _grammar(_KINDS[name], content, path)
 
 
@@ -108,16 +104,15 @@ def _grammar(kind: str, content: Any, path: str) -> Grammar:
     """
     if kind in ("regex", "grammar"):
         if not isinstance(content, str):
-            raise ApiError(400, f"{path} must be text", param=path)
+            raise wrong(path, "must be text")
         text = content
     else:
         try:
             text = json.dumps(content, ensure_ascii=False)
         except RecursionError:
-            raise ApiError(400, f"{path} is nested too deep", param=path) from None
+            raise wrong(path, "is nested too deep") from None
     if len(text) > MAX_CHARACTERS:
-        words = f"{path} has {len(text):,} characters; at most {MAX_CHARACTERS:,} are served"
-        raise ApiError(400, words, param=path)
+        raise wrong(path, f"has {len(text):,} characters; at most {MAX_CHARACTERS:,} are served")
     try:
         return Grammar(kind, text)
     except ValueError as error:
@@ -127,10 +122,9 @@ def _grammar(kind: str, content: Any, path: str) -> Grammar:
 def check_support(field: str, model: Started) -> None:
     """Raise ApiError if no field may ask for a grammar: the extra is not installed, or the tokenizer is of no use."""
     if missing("structured"):
-        raise ApiError(400, f"{field} needs the extra structured: {install('structured')}", param=field)
+        raise wrong(field, f"needs the extra structured: {install('structured')}")
     if model.no_grammars:
-        words = f"{field} is not supported with this model's tokenizer: {model.no_grammars}"
-        raise ApiError(400, words, param=field)
+        raise wrong(field, f"is not supported with this model's tokenizer: {model.no_grammars}")
 
 
 class GrammarChecks:

@@ -10,7 +10,7 @@ from dcpmla.serving.chat.encodings import find_encoding
 from dcpmla.serving.chat.values import arguments_of
 from dcpmla.serving.control_tokens import ControlTokens
 from dcpmla.serving.conversation import Conversation
-from dcpmla.serving.errors import ApiError
+from dcpmla.serving.errors import ApiError, wrong
 from dcpmla.serving.messages import Started
 from dcpmla.serving.shown import Json
 
@@ -49,12 +49,12 @@ class Template:
         if reserved := conversation.variables.keys() & arguments.keys():
             raise ApiError(400, f"{min(reserved)} is no variable of a chat template", param="chat_template_kwargs")
         if tools and "tools" not in self._words:
-            raise ApiError(400, "tools are not supported by the model's chat template", param="tools")
+            raise wrong("tools", "are not supported by the model's chat template")
         if conversation.num_calls and "tool_calls" not in self._words:
             raise ApiError(400, "tool_calls are not supported by the model's chat template", param="messages")
         name = conversation.reasoning_field
         if name and conversation.thinking and not self._words & {"reasoning_effort", *_SWITCHES}:
-            raise ApiError(400, f"{name} is not supported by the model's chat template; leave it out", param=name)
+            raise wrong(name, "is not supported by the model's chat template; leave it out")
 
     def render(self, conversation: Conversation) -> str:
         """Return the text of a conversation, in which texts of users and tools are cut (`ControlTokens.cut`)."""

@@ -2,13 +2,13 @@
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from dcpmla.serving.errors import ApiError
+from dcpmla.serving.errors import ApiError, wrong
 from dcpmla.serving.shown import Json
 
 _NAME = re.compile(r"[a-zA-Z0-9_.:-]{1,128}")
@@ -77,7 +77,7 @@ def own_tools(
             )
 
 
-def function_tool(fields: Mapping[str, Any], path: str) -> Json:
+def _function_tool(fields: Mapping[str, Any], path: str) -> Json:
     """Return a tool in the shape of chat completions.
 
     Args:
@@ -88,75 +88,72 @@ def function_tool(fields: Mapping[str, Any], path: str) -> Json:
     """
     name = fields.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        words = f"{path}.name is {name!r}; it must have 1 to 128 letters, digits and _ . : -"
-        raise ApiError(400, words, param=f"{path}.name")
+        raise wrong(f"{path}.name", f"is {name!r}; it must have 1 to 128 letters, digits and _ . : -")
     function: Json = {"name": name}
     for key, kind in (("description", str), ("parameters", dict)):
         value = fields.get(key)
         if value is not None:
             if not isinstance(value, kind):
-                words = f"{path}.{key} is {value!r:.100}; it must be a JSON {'string' if kind is str else 'object'}"
-                raise ApiError(400, words, param=f"{path}.{key}")
+                noun = "string" if kind is str else "object"
+                raise wrong(f"{path}.{key}", f"is {value!r:.100}; it must be a JSON {noun}")
             function[key] = value
     if not isinstance(fields.get("strict"), bool | None):
-        raise ApiError(400, f"{path}.strict must be true or false", param=f"{path}.strict")
+        raise wrong(f"{path}.strict", "must be true or false")
     return {"type": "function", "function": function}
 
 
-def chat_tools(tools: Sequence[Mapping[str, Any]]) -> list[Json]:
-    """Return the tools of a chat completion.
+def tool_use(
+    tools: Sequence[Mapping[str, Any]] | None, schema_field: str, types: Collection[str | None] = ("function",)
+) -> ToolUse:
+    """Return the functions among a request's tools, before anything is chosen.
 
+    Args:
+        schema_field: Path of the schema in a tool: its last field, in the field around a function if there is one.
+        types: Types of functions in the route's API (`own_tools`).
     Raises:
         ApiError: A tool has a wrong field.
     """
-    checked = []
-    for path, tool in own_tools(tools):
-        function = tool.get("function")
-        if not isinstance(function, dict):
-            raise ApiError(400, f"{path}.function is missing", param=f"{path}.function")
-        checked.append(function_tool(function, f"{path}.function"))
-    return checked
+    wrapper, _, schema = schema_field.rpartition(".")
+    functions: list[Json] = []
+    strict: dict[str, bool] = {}
+    for path, tool in own_tools(tools, types):
+        place = f"{path}.{wrapper}" if wrapper else path
+        function = tool.get(wrapper) if wrapper else tool
+        if not isinstance(function, Mapping):
+            raise wrong(place, "is missing")
+        functions.append(_function_tool({**function, "parameters": function.get(schema)}, place))
+        if function.get("strict") is not None:
+            strict[function["name"]] = function["strict"]
+    return ToolUse(functions, strict=strict, schema_field=schema_field)
 
 
-def strict_of(functions: Iterable[Mapping[str, Any]]) -> dict[str, bool]:
-    """Return the field `strict` of functions that have it, by their names."""
-    return {function["name"]: function["strict"] for function in functions if function.get("strict") is not None}
-
-
-def tool_use(
-    tools: Sequence[Json],
-    choice: str | Mapping[str, Any] | None,
-    is_parallel: bool | None,
-    *,
-    strict: Mapping[str, bool],
-    schema_field: str = "function.parameters",
-) -> ToolUse:
+def chosen(use: ToolUse, choice: str | Mapping[str, Any] | None, is_parallel: bool | None) -> ToolUse:
     """Return what an answer may do with tools.
 
     Args:
+        use: The tools.
         choice: "auto", "none", "required", or the object that names a function.
         is_parallel: Whether it may call several; None is true.
-        strict, schema_field: Attributes of `ToolUse`.
     Raises:
         ApiError: The choice is not served, or there is no tool to choose.
     """
-    use = ToolUse(tools, is_parallel is not False, (), strict, schema_field)
+    use = replace(use, is_parallel=is_parallel is not False)
     if choice in (None, "auto"):
         return use
     if choice == "none":
         return ToolUse()  # The model cannot call what the prompt does not show.
-    names = [tool["function"]["name"] for tool in tools]
+    names = [tool["function"]["name"] for tool in use.tools]
     if choice == "required":
         if not names:
-            raise ApiError(400, "tool_choice is 'required', and there are no tools", param="tool_choice")
+            raise wrong("tool_choice", "is 'required', and there are no tools")
         return replace(use, required=names)
     function: Any = None
     if isinstance(choice, Mapping) and choice.get("type") == "function":
         function = choice.get("function", choice)
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
-        words = f"tool_choice is {str(choice)[:100]!r}; it must be 'auto', 'none', 'required' or a function's name"
-        raise ApiError(400, words, param="tool_choice")
+        words = f"is {str(choice)[:100]!r}; it must be 'auto', 'none', 'required' or a function's name"
+        raise wrong("tool_choice", words)
     if name not in names:
-        raise ApiError(400, f"tool_choice names {name[:100]!r}, which tools does not have", param="tool_choice")
+        raise wrong("tool_choice", f"names {name[:100]!r}, which tools does not have")
     return replace(use, is_parallel=False, required=[name])

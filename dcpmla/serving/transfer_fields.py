@@ -7,12 +7,14 @@ import hmac
 import json
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, StringConstraints
+from pydantic import StringConstraints
+
+from dcpmla.serving.refused import Fields
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
 
-class KvTransferParams(BaseModel):
+class KvTransferParams(Fields):
     """A router's question to a prefill server, and its answer on the way to a decode server. Other names are ignored.
 
     Attributes:
@@ -23,7 +25,6 @@ class KvTransferParams(BaseModel):
         proof: The prefill server's proof of all these for this prompt and salt (`proof_of`).
     """
 
-    model_config = ConfigDict(strict=True)
     do_remote_decode: bool | None = None
     do_remote_prefill: bool | None = None
     remote_engine_id: Name | None = None

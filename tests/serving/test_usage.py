@@ -8,8 +8,11 @@ import anthropic
 import openai
 import pytest
 
+from dcpmla.serving.answers import Answers
 from dcpmla.serving.messages import Output
 from dcpmla.serving.metrics import Metrics, Timings
+from dcpmla.serving.prompts import Prompt
+from dcpmla.serving.shown import Shown
 from tests.support.servers import KEY, RunningServer
 
 BLOCK = 32  # tokens, over two ranks
@@ -85,6 +88,16 @@ def test_what_reuse_saves(
     assert [gained[f"{name}_count"] for name in TIMES] == [2, 2]
     first, whole = (gained[f"{name}_sum"] for name in TIMES)
     assert 0 < first < whole < elapsed
+
+
+def test_choices_have_the_tokens_of_their_prompt_in_common() -> None:
+    texts: Any = None
+    answers = Answers(texts, "m", [Prompt([1, 2], ""), Prompt([3, 4, 5], "")], 2, Shown())
+    for index, num_cached in enumerate((1, 2, 2, 2)):
+        answers.add(index, Output(index, "a", (5,), finish_reason="stop", num_cached_tokens=num_cached))
+    details = {"cached_tokens": 1 + 2}
+    total = {"prompt_tokens": 2 + 3, "completion_tokens": 4, "total_tokens": 9, "prompt_tokens_details": details}
+    assert answers.whole()["usage"] == total
 
 
 def test_times_of_requests() -> None:
