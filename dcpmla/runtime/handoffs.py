@@ -78,7 +78,7 @@ class Handoffs:
     @property
     def readers(self) -> list[str]:
         """Return the names of the jobs that read blocks of this one, or are to read them."""
-        return sorted({sending.reader for sending in self._begun if not sending.is_done} - {""})
+        return sorted({sending.engine for sending in self._begun if not sending.is_done} - {""})
 
     def begin(self, request: Request, handoff: str, reader: str) -> None:
         """Begin to send a new request's blocks, as they are computed, under a name that the other job knows.
