@@ -92,7 +92,7 @@ class NixlTransport(SlotTransport):
 
     def _add(self, name: str, remote: Slots) -> None:
         if remote.kind not in ("DRAM", "VRAM"):
-            raise ValueError(f"its memory is {remote.kind}")
+            raise ValueError("its fields have other types")
         if (known := self._agent.add_remote_agent(b64decode(remote.agent, validate=True))) not in (name, name.encode()):
             self._agent.remove_remote_agent(known)
             raise ValueError("its agent has another name")

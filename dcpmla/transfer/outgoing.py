@@ -141,7 +141,7 @@ class Outgoing(Side[Served]):
         self._first = (self._first + 1) % max(len(opened), 1)
         waiting = opened[self._first :] + opened[: self._first]
         while waiting and self._staging.num_free:
-            waiting = self._run(self._fill, waiting)
+            waiting = self._run(lambda served, target: self._filler.fill(served.outcome, target), waiting)
         self._run(self._announce, opened)
         return any(not offer.is_sent for _, target in opened for offer in target.offers.values())
 
@@ -150,10 +150,6 @@ class Outgoing(Side[Served]):
     ) -> list[tuple[Served, Target]]:
         """Run an action for ranks; return those for which it is true."""
         return [each for each in opened if self._try(each[0], partial(action, *each))]
-
-    def _fill(self, served: Served, target: Target) -> bool:
-        """Fill a slot with the next part; return whether there was one, and a slot."""
-        return self._filler.fill(served.outcome, target)
 
     def _announce(self, served: Served, target: Target) -> bool:
         """Offer the slots that are filled. After the last one was read, the part of the handoff is complete."""
