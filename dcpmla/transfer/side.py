@@ -132,8 +132,8 @@ class Side(ABC, Generic[TransferT]):
     def _end(self, transfer: TransferT, reason: str) -> None:
         """End a transfer when its gathers or scatters have ended; with a reason it has failed."""
         del self._transfers[transfer.key]
-        self._leave(transfer, reason)
         self._closing.append((transfer.outcome, reason))
+        self._leave(transfer, reason)
 
     def _fail_all(self, reason: str) -> None:
         for transfer in list(self._transfers.values()):
