@@ -57,6 +57,7 @@ class Handoffs:
     ) -> None:
         self._cache, self._scheduler, self._progress, self._remember = cache, scheduler, progress, remember
         self._outgoing, self._incoming = outgoing, incoming
+        self._sides = [side for side in (outgoing, incoming) if side is not None]
         self._begun: list[Handoff] = []
         scheduler.prefills_elsewhere = incoming is not None
         self.wanted: list[Request] = []
@@ -65,20 +66,18 @@ class Handoffs:
 
     def connect(self, peer: Peer) -> None:
         """Exchange blocks with another job from now on."""
-        for side in (self._outgoing, self._incoming):
-            if side is not None:
-                side.connect(peer)
+        for side in self._sides:
+            side.connect(peer)
 
     def disconnect(self, engine: str) -> None:
         """Fail the transfers of a job that is gone."""
-        for side in (self._outgoing, self._incoming):
-            if side is not None:
-                side.disconnect(engine)
+        for side in self._sides:
+            side.disconnect(engine)
 
     @property
     def readers(self) -> list[str]:
         """Return the names of the jobs that read blocks of this one, or are to read them."""
-        return sorted({sending.reader for sending in self._begun if not sending.is_done} - {""})
+        return sorted({sending.engine for sending in self._begun if not sending.is_done} - {""})
 
     def begin(self, request: Request, handoff: str, reader: str) -> None:
         """Begin to send a new request's blocks, as they are computed, under a name that the other job knows.
@@ -195,9 +194,8 @@ class Handoffs:
 
     def close(self) -> None:
         """End all transfers."""
-        for side in (self._outgoing, self._incoming):
-            if side is not None:
-                side.close()
+        for side in self._sides:
+            side.close()
 
 
 def _name(request: Request, handoff: str) -> str:

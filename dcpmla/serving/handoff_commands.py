@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.request import Request, TokenLogprobs
-from dcpmla.runtime.stats import TransferTotals
 from dcpmla.serving.transfer_messages import Connect, Disconnect, First, Lose, Pull
 from dcpmla.transfer.layout import CacheLayout
 from dcpmla.transfer.transport import Peer
@@ -49,19 +48,15 @@ def follow(
             handoffs.disconnect(command.engine)
         case _:
             request = requests.get(command.request_id)
-            if request is not None:
-                _follow_request(engine, request, command)
-
-
-def _follow_request(engine: Engine, request: Request, command: Pull | First | Lose) -> None:
-    assert engine.handoffs is not None
-    match command:
-        case Pull():
-            engine.handoffs.pull(request, command.engine, command.handoff)
-        case First():
-            take_first(engine, request, command.token)
-        case Lose():
-            engine.handoffs.lose(request, command.is_local)
+            if request is None:
+                return
+            match command:
+                case Pull():
+                    handoffs.pull(request, command.engine, command.handoff)
+                case First():
+                    take_first(engine, request, command.token)
+                case Lose():
+                    handoffs.lose(request, command.is_local)
 
 
 def take_first(engine: Engine, request: Request, token: TokenLogprobs) -> None:
@@ -74,8 +69,7 @@ def transfer_totals(engine: Engine) -> dict[tuple[str, ...], float]:
     if engine.handoffs is None:
         return {}
     totals: dict[tuple[str, ...], float] = {}
-    sides: list[tuple[str, TransferTotals]] = [("sent", engine.handoffs.sent), ("received", engine.handoffs.received)]
-    for direction, side in sides:
+    for direction, side in (("sent", engine.handoffs.sent), ("received", engine.handoffs.received)):
         totals |= {
             ("bytes", direction): side.bytes,
             ("seconds", direction): side.seconds,

@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter, OrderedDict
+from contextlib import ExitStack
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
@@ -112,38 +113,32 @@ class HandoffRoutes:
         """
         if len(self._peers) < _MOST_PEERS:
             return
-        in_use = {*self._engine.readers, *self._num_open}
+        in_use = {*self._engine.readers, *+self._num_open}
         idle = [peer for peer in self._peers if peer not in in_use]
         if not idle:
             words = f"{_MOST_PEERS} decode servers exchange blocks with this one; try again later"
             raise ApiError(503, words, code="overloaded", headers={"Retry-After": "1"})
         dropped = min(idle, key=self._peers.__getitem__)
-        del self._peers[dropped]
+        del self._peers[dropped], self._num_open[dropped]
         self._engine.outbox.send(Disconnect(dropped))
 
     async def prefill(self, request: Request) -> Response:
         """Compute a prompt, whose blocks the decode server reads meanwhile; return its first token."""
         self._link()
-        async with self._receiver.body(request, PrefillBody) as body:
-            if body.engine not in self._peers:
-                raise ApiError(409, f"engine {body.engine} is not connected; use /kv/connect", code="not_connected")
-            self._peers[body.engine] = True
-            self._peers.move_to_end(body.engine)
-            self._num_open[body.engine] += 1
-            try:
+        with ExitStack() as stack:
+            async with self._receiver.body(request, PrefillBody) as body:
+                if body.engine not in self._peers:
+                    raise ApiError(409, f"engine {body.engine} is not connected; use /kv/connect", code="not_connected")
+                self._peers[body.engine] = True
+                self._peers.move_to_end(body.engine)
+                self._num_open[body.engine] += 1
+                stack.callback(self._num_open.subtract, [body.engine])
                 params = await under(request, self._params(body))
-            except BaseException:
-                self._num_open -= Counter([body.engine])
-                raise
-        try:
             seconds, salt = self._settings.request_timeout, body.cache_salt or ""
             move = Move(handoff=body.handoff, reader=body.engine)
             generation = self._engine.submit([body.prompt_token_ids], params, seconds, cache_salt=salt, move=move)
             body.prompt_token_ids = []  # The answer may take minutes.
-            with generation:
-                output = await under(request, _first(generation.outputs()))
-        finally:
-            self._num_open -= Counter([body.engine])
+            output = await under(request, _first(stack.enter_context(generation).outputs()))
         return JSONResponse({"token": token_json(output), "num_cached_tokens": output.num_cached_tokens})
 
     async def _params(self, body: PrefillBody) -> SamplingParams:

@@ -12,7 +12,8 @@ import httpx2
 
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.serving.handoff_commands import peer_of
-from dcpmla.serving.transfer_messages import Connect, Wanted, token_of
+from dcpmla.serving.outbox import Outbox
+from dcpmla.serving.transfer_messages import Connect, Disconnect, Wanted, token_of
 
 LOST = 15.0  # seconds without an answer of /health after which a server counts as lost
 _PERIOD = 3.0  # seconds between two questions for its health
@@ -31,8 +32,7 @@ class PrefillServer:
         url: Address of the server.
         client: HTTP client with the servers' key.
         own: This job; None until its ranks are ready.
-        on_connect: Function of the server's job, after each of its starts.
-        on_disconnect: Function of the name of a job that has ended or is lost.
+        outbox: Commands for this job's ranks, which connect to the server's job after each of its starts.
     Attributes:
         engine: Name of the server's job; empty while it is not connected.
         secret: Secret of the server's proofs (`proof_of`), while it is connected.
@@ -44,12 +44,10 @@ class PrefillServer:
         url: str,
         client: httpx2.AsyncClient,
         own: Callable[[], Connect | None],
-        on_connect: Callable[[Connect], object],
-        on_disconnect: Callable[[str], object],
+        outbox: Outbox,
     ) -> None:
         self.url, self.engine, self.secret, self.num_open = url, "", "", 0
-        self._client, self._own = client, own
-        self._on_connect, self._on_disconnect = on_connect, on_disconnect
+        self._client, self._own, self._outbox = client, own, outbox
         self._is_healthy = False
         self._connecting = asyncio.Lock()
         self._lost = asyncio.Event()  # the connected job is lost
@@ -86,7 +84,7 @@ class PrefillServer:
             RefusedPromptError: No server would take the prompt.
             ConnectionError: This server does not compute it.
         """
-        own, lost = self._own(), self._lost
+        own = self._own()
         assert own is not None
         body = {
             "handoff": handoff,
@@ -97,13 +95,14 @@ class PrefillServer:
         }
         content = json.dumps(body, separators=(",", ":")).encode()
         del body
-        tasks = [asyncio.ensure_future(self._post("/kv/prefill", content)), asyncio.ensure_future(lost.wait())]
+        answer = asyncio.ensure_future(self._ask(content))
+        tasks: list[asyncio.Future[Any]] = [answer, asyncio.ensure_future(self._lost.wait())]
         self.num_open += 1
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if not tasks[0].done():
+            if not answer.done():
                 raise ConnectionError("the server is lost")
-            return token_of((await self._checked(tasks[0]))["token"])  # type: ignore[arg-type]
+            return token_of(answer.result()["token"])
         except (httpx2.HTTPError, KeyError, TypeError, ValueError) as error:
             raise ConnectionError(f"{type(error).__name__}: {error}") from error
         finally:
@@ -112,9 +111,9 @@ class PrefillServer:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _checked(self, post: "asyncio.Future[httpx2.Response]") -> dict[str, Any]:
+    async def _ask(self, content: bytes) -> dict[str, Any]:
         """Return the JSON object of a prompt's answer; raise what an error means."""
-        answer = await post
+        answer = await self._client.post(f"{self.url}/kv/prefill", content=content)
         if answer.status_code in _FINAL:
             raise RefusedPromptError(_reason(answer))
         if answer.status_code == 409:  # it has started again, or has dropped this server
@@ -122,11 +121,8 @@ class PrefillServer:
             raise ConnectionError(_reason(answer))
         if answer.status_code != 200:
             raise ConnectionError(f"status {answer.status_code}: {_reason(answer)}")
-        content: dict[str, Any] = answer.json()
-        return content
-
-    async def _post(self, path: str, content: bytes) -> httpx2.Response:
-        return await self._client.post(f"{self.url}{path}", content=content)
+        fields: dict[str, Any] = answer.json()
+        return fields
 
     async def _connect(self) -> None:
         """Exchange layouts and agents with the server's job."""
@@ -146,7 +142,7 @@ class PrefillServer:
             self._say(f"its answer of /kv/connect is wrong: {error}")
             return
         self.engine, self.secret, self._lost = other.engine, secret, asyncio.Event()
-        self._on_connect(other)
+        self._outbox.send(other)
         self._say("connected")
 
     def _lose(self, reason: str) -> None:
@@ -154,7 +150,7 @@ class PrefillServer:
         self._is_healthy = False
         self._say(reason)
         if self.engine:
-            self._on_disconnect(self.engine)
+            self._outbox.send(Disconnect(self.engine))
             self.engine = ""
             self._lost.set()
 

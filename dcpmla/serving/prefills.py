@@ -12,7 +12,7 @@ import numpy as np
 from dcpmla.serving.client import Engine
 from dcpmla.serving.messages import Started
 from dcpmla.serving.prefill_server import PrefillServer, RefusedPromptError
-from dcpmla.serving.transfer_messages import Connect, Disconnect, First, Lose, Pull, Wanted
+from dcpmla.serving.transfer_messages import Connect, First, Lose, Pull, Wanted
 
 _BEGINNING = 256  # tokens of a prompt that decide which server has probably cached them
 _SPARE = 4  # open prompts by which the server of a beginning may exceed the least busy one
@@ -42,10 +42,7 @@ class Prefills:
         self._client = httpx2.AsyncClient(headers=headers, timeout=timeout, limits=limits, transport=transport)
         self._engine = engine
         self._own: Connect | None = None
-        self.servers = [
-            PrefillServer(url.rstrip("/"), self._client, lambda: self._own, engine.outbox.send, self._disconnect)
-            for url in urls
-        ]
+        self.servers = [PrefillServer(url.rstrip("/"), self._client, lambda: self._own, engine.outbox) for url in urls]
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._tried: dict[int, list[str]] = {}  # servers of each open request that was wanted, the latest one last
         engine.on_start, engine.on_wanted, engine.on_end = self._start, self._want, self._forget
@@ -82,9 +79,6 @@ class Prefills:
 
     def _start(self, started: Started) -> None:
         self._own = started.link
-
-    def _disconnect(self, engine: str) -> None:
-        self._engine.outbox.send(Disconnect(engine))
 
     def _want(self, request: Wanted) -> None:
         """Give a request to a server; a second time, its transfer from the previous one has failed."""

@@ -50,12 +50,8 @@ class Router:
             self._check_role("do_remote_decode", "prefill")
             return Move(handoff=uuid4().hex) if is_one else STAYS
         self._check_role("do_remote_prefill", "decode")
-        engine, handoff, first, proof = (
-            fields.remote_engine_id,
-            fields.remote_request_id,
-            fields.first_token,
-            fields.proof,
-        )
+        engine, handoff = fields.remote_engine_id, fields.remote_request_id
+        first, proof = fields.first_token, fields.proof
         if engine is None or handoff is None or first is None or proof is None:
             words = "needs remote_engine_id, remote_request_id, first_token and proof, as the prefill server gave them"
             raise ApiError(400, f"{_FIELD} with do_remote_prefill {words}", param=_FIELD)

@@ -1,12 +1,15 @@
-"""A request's cache on its way into a decode rank: the engine's side (`Arrival`), and prefill ranks (`Source`)."""
+"""A request's cache on its way into a decode rank: for the engine (`Arrival`), and for the thread that reads
+(`Awaited`, with its `Source`)."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dcpmla.transfer.messages import Ready
 from dcpmla.transfer.moves import SideStream
-from dcpmla.transfer.outcome import CANCELLED, Outcome
-from dcpmla.transfer.route import Part, Route
+from dcpmla.transfer.outcome import Outcome, Transfer
+from dcpmla.transfer.route import Part, PartList
 
 
 class Arrival(Outcome):
@@ -21,8 +24,7 @@ class Arrival(Outcome):
         start, num_tokens: Range of positions that arrive.
         blocks: The request's blocks, from its first position on.
         state: Number of the state; None for caches without states.
-        stream: Stream of scatters.
-        wake: Function that wakes the thread that reads.
+        stream, wake: See `Outcome`.
     Attributes:
         opening: Point in the engine's work before which the blocks may be in use.
         is_wanted: Whether the thread that reads goes on with it.
@@ -39,44 +41,61 @@ class Arrival(Outcome):
         stream: SideStream,
         wake: Callable[[], None],
     ) -> None:
-        super().__init__(name, stream)
-        self.engine, self.start, self.num_tokens = engine, start, num_tokens
-        self.blocks, self.state, self._wake = tuple(blocks), state, wake
+        super().__init__(name, engine, stream, wake)
+        self.start, self.num_tokens = start, num_tokens
+        self.blocks, self.state = tuple(blocks), state
         self.opening, self.is_wanted = stream.mark(), True
         self.note_opening()
 
-    def cancel(self) -> None:
-        """End it: later work on the current stream may overwrite the blocks and the state."""
-        self.moves.stop()
-        self.end(CANCELLED)
-        self._wake()
+
+class Awaited(Transfer[Arrival]):
+    """An arrival in the thread that reads.
+
+    Attributes:
+        sources: Prefill ranks that it comes from.
+        offered: Parts that wait in their slots.
+        num_moving: Number of its parts in slots of this rank.
+    """
+
+    noun = "an arrival"
+
+    def __init__(self, arrival: Arrival, sources: "dict[int, Source]") -> None:
+        super().__init__(arrival, (arrival.engine, arrival.name))
+        self.sources = sources
+        self.offered: deque[Offered] = deque()
+        self.num_moving = 0
+
+    @property
+    def is_complete(self) -> bool:
+        is_moving = self.offered or self.num_moving
+        return not is_moving and all(source.is_complete for source in self.sources.values())
 
 
-@dataclass(eq=False)
-class Source:
-    """One prefill rank's part of an arrival, in the thread that reads.
+class Offered(NamedTuple):
+    """A part that waits in a slot of a prefill rank.
 
     Attributes:
         name: Name of the rank's transport.
-        route: Rows from it; None if it sends none to this rank.
-        position: Position up to which its parts are known.
-        num_tokens: End of the positions that arrive.
-        part_bytes: Most bytes of a part.
-        heard: Time of its last message.
-        is_complete: Whether it has sent everything.
+        ready: Message that offered it.
     """
 
+    arrival: Arrival
     name: str
-    route: Route | None
-    position: int
-    num_tokens: int
-    part_bytes: int
-    heard: float
-    is_complete: bool = False
-    parts: Sequence[Part] = ()
-    index: int = 0
-    range: tuple[int, int] | None = None
-    max_bytes: int = 0
+    part: Part
+    ready: Ready
+
+
+@dataclass(eq=False)
+class Source(PartList):
+    """One prefill rank's part of an arrival, in the thread that reads.
+
+    Attributes:
+        part_bytes: Most bytes of a part that a slot of this rank holds.
+        heard: Time of the rank's last message.
+    """
+
+    part_bytes: int = 0
+    heard: float = 0.0
 
     def accept(self, ready: Ready) -> Part:
         """Return the part that a message offers.
@@ -85,8 +104,8 @@ class Source:
             ValueError: It is not the next part.
         """
         if (ready.start, ready.end) != self.range or ready.max_bytes != self.max_bytes:
-            self._start(ready)
-        if self.index >= len(self.parts) or ready.part != self.index:
+            self._start(ready.start, ready.end, ready.max_bytes)
+        if self.is_at_end or ready.part != self.index:
             raise ValueError(f"{self.name} sends part {ready.part} of positions {self.range} out of order")
         self.index += 1
         return self.parts[ready.part]
@@ -97,27 +116,18 @@ class Source:
         Raises:
             ValueError: Some parts are missing.
         """
-        end = self.num_tokens
-        if self.range != (end, end):
-            self._start(Ready("", end, end, 0, self.max_bytes or self.part_bytes, 0, 0))
-        if self.index != len(self.parts):
+        if not self.has_state:
+            self._start(self.num_tokens, self.num_tokens, self.max_bytes)
+        if not self.is_at_end:
             raise ValueError(f"{self.name} left out parts of positions {self.range}")
         self.is_complete = True
 
-    def _start(self, ready: Ready) -> None:
+    def _start(self, start: int, end: int, max_bytes: int) -> None:
         """Start a range. The range before it is complete, and positions between the two have no rows here."""
-        start, end, limit = ready.start, ready.end, ready.max_bytes
         is_next = self.position <= start <= end <= self.num_tokens and (start < end or start == self.num_tokens)
-        is_first = self.range is None or self.range[0] < self.range[1]  # the state comes last
-        if not is_first or not is_next or self.index != len(self.parts) or not 0 < limit <= self.part_bytes:
+        if self.has_state or not is_next or not self.is_at_end or not 0 < max_bytes <= self.part_bytes:
             raise ValueError(f"{self.name} sends positions {start} to {end} after {self.range}")
-        if self.position < start and self._list(self.position, start, limit):
+        self.max_bytes = max_bytes
+        if self.position < start and self._list(self.position, start):
             raise ValueError(f"{self.name} left out positions {self.position} to {start}")
-        self.parts = self._list(start, end, limit)
-        self.position, self.range, self.index, self.max_bytes = end, (start, end), 0, limit
-
-    def _list(self, start: int, end: int, max_bytes: int) -> Sequence[Part]:
-        """Return the parts of a range, the state's for an empty one."""
-        if self.route is None:
-            return []
-        return self.route.parts(start, end, max_bytes) if start < end else self.route.state_parts(end, max_bytes)
+        self.start_range(start, end)

@@ -1,15 +1,15 @@
 """A request's cache on its way out of a prefill rank: the engine's side (`Handoff`), and decode ranks (`Target`)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from dcpmla.transfer.messages import Ready
-from dcpmla.transfer.moves import Mark, SideStream
-from dcpmla.transfer.outcome import CANCELLED, Outcome
-from dcpmla.transfer.route import Part, Route
+from dcpmla.transfer.moves import Mark
+from dcpmla.transfer.outcome import Outcome
+from dcpmla.transfer.route import Part, PartList
 
 # Positions of a range. A list of parts is made for each range, and a preempted request's range starts when all of it
 # is computed again.
@@ -66,15 +66,10 @@ class Handoff(Outcome):
 
     It is done when all ranks of the decode server that read from this rank have read everything, or when it has failed:
     no rank asked in time, one was lost, the other job gave it up.
-
-    Attributes:
-        reader: Name of the decode server that reads it; "" until one has asked.
+    Its engine is the decode server that reads it; "" until one has asked.
     """
 
-    def __init__(self, name: str, reader: str, stream: SideStream, wake: Callable[[], None]) -> None:
-        super().__init__(name, stream)
-        self.reader, self._wake = reader, wake
-        self._computed: Computed | None = None
+    _computed: Computed | None = None
 
     def computed(self, blocks: Sequence[int], num_tokens: int, starts: Sequence[torch.cuda.Event | None] = ()) -> None:
         """Send positions [0, num_tokens), which work that is queued on the current stream computes.
@@ -111,9 +106,7 @@ class Handoff(Outcome):
     def cancel(self) -> None:
         """End it: later work on the current stream may overwrite the blocks and the state."""
         self._computed = None
-        self.moves.stop()
-        self.end(CANCELLED)
-        self._wake()
+        super().cancel()
 
     def snapshot(self) -> tuple[int, Computed | None]:
         """Return what can be sent, and the generation of moves in which it can. For the thread that sends."""
@@ -143,57 +136,31 @@ class Offer:
 
 
 @dataclass(eq=False)
-class Target:
+class Target(PartList):
     """One decode rank's part of a handoff, in the thread that sends.
 
     Attributes:
-        name: Name of the rank's transport.
-        route: Rows for it; None if it gets none from this rank.
-        position: Positions before it are in lists of parts already.
-        num_tokens: Positions that the rank wants.
-        max_bytes: Most bytes of a part.
         offers: Slots that hold its parts.
     """
 
-    name: str
-    route: Route | None
-    position: int
-    num_tokens: int
-    max_bytes: int
     offers: dict[int, Offer] = field(default_factory=dict)
-    is_complete: bool = False
-    has_state_parts: bool = False
-    parts: Sequence[Part] = ()
-    index: int = 0
-    range: tuple[int, int] = (0, 0)
 
     def next_part(self, computed: Computed) -> Part | None:
-        """Return the next part that can be sent, or None; `advance` goes on to the one after it."""
-        while self.index == len(self.parts) and self._next_range(computed):
+        """Return the next part that can be sent, or None; the index goes on when it is sent."""
+        while self.is_at_end and self._next_range(computed):
             pass
-        if self.index == len(self.parts) or self.range[1] > computed.num_tokens:
-            return None
-        return self.parts[self.index]
-
-    def advance(self) -> None:
-        """Go on to the next part."""
-        self.index += 1
+        return None if self.is_at_end or self.position > computed.num_tokens else self.parts[self.index]
 
     @property
     def has_sent_all(self) -> bool:
         """Return whether all parts are in slots, or were read."""
-        return self.has_state_parts and self.index == len(self.parts)
+        return self.has_state and self.is_at_end
 
     def _next_range(self, computed: Computed) -> bool:
         """Start the next list of parts; return whether there is one."""
         start = self.position
         end = min(computed.point(start + 1).num_tokens, self.num_tokens, start + _RANGE)
-        if start < end:
-            self.parts = [] if self.route is None else self.route.parts(start, end, self.max_bytes)
-        elif computed.is_final and not self.has_state_parts:
-            self.parts = [] if self.route is None else self.route.state_parts(self.num_tokens, self.max_bytes)
-            self.has_state_parts, end = True, start
-        else:
-            return False
-        self.position, self.range, self.index = end, (start, end), 0
-        return True
+        if start < end or (computed.is_final and not self.has_state):
+            self.start_range(start, max(start, end))
+            return True
+        return False

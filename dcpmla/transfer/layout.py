@@ -96,22 +96,14 @@ class CacheLayout:
             if here.get(name) != there.get(name):
                 values = f"{here.get(name)} on the prefill server and {there.get(name)} on the decode server"
                 raise ValueError(f"{name} is {values}")
-        kept = [[spec._replace(per_block=0) for spec in each.tokens] for each in (self, target)]
-        sums = [
-            [
-                spec._replace(num_rows=0, row_bytes=spec.row_bytes * (each.tp_size if spec.num_parts else 1))
-                for spec in each.states
-            ]
-            for each in (self, target)
-        ]
         num_layers = [1 + max((spec.layer for spec in each.tokens), default=-1) for each in (self, target)]
         if num_layers[0] != num_layers[1]:
             raise ValueError(
                 f"the prefill server caches {num_layers[0]} layers and the decode server {num_layers[1]}; an MTP "
                 "module is a layer, so give both the same --speculative-method"
             )
-        pairs: list[tuple[TokenSpec | StateSpec, TokenSpec | StateSpec]] = [*zip(*kept, strict=False)]
-        for own, other in (*pairs, *zip(*sums, strict=False)):
+        kinds = [*zip(self._common_rows(), target._common_rows(), strict=True)]
+        for own, other in (pair for kind in kinds for pair in zip(*kind, strict=False)):
             if own != other:
                 sizes = ", ".join(
                     f"{name} is {sent} on the prefill server and {received} on the decode server"
@@ -119,8 +111,15 @@ class CacheLayout:
                     if sent != received
                 )
                 raise ValueError(f"rows of {own.name} differ: {sizes}")
-        if [*map(len, kept)] != [len(kept[0])] * 2 or len(sums[0]) != len(sums[1]):
+        if any(len(sent) != len(received) for sent, received in kinds):
             raise ValueError("the two servers cache different kinds of rows; do they serve the same model?")
+
+    def _common_rows(self) -> tuple[Sequence[TokenSpec | StateSpec], Sequence[TokenSpec | StateSpec]]:
+        """Return the rows of positions and of states, less what may differ between two jobs; states of all ranks."""
+        return [spec._replace(per_block=0) for spec in self.tokens], [
+            spec._replace(num_rows=0, row_bytes=spec.row_bytes * (self.tp_size if spec.num_parts else 1))
+            for spec in self.states
+        ]
 
 
 def describe(cache: Cache, dcp: DCPConfig, facts: Sequence[tuple[str, str]] = ()) -> CacheLayout:

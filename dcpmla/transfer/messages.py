@@ -1,7 +1,7 @@
 """Messages between the ranks of a prefill server and of a decode server."""
 
 import json
-from typing import NamedTuple, get_type_hints
+from typing import NamedTuple, get_args, get_type_hints
 
 _MAX_BYTES = 4096  # Longer messages are not of this protocol.
 _MAX_REASON = 500  # characters, of up to six bytes each
@@ -79,9 +79,7 @@ class Closed(NamedTuple):
 
 
 Message = Open | Touch | Close | Taken | Ready | Complete | Alive | Closed
-_KINDS: dict[str, type[Message]] = {
-    kind.__name__.lower(): kind for kind in (Open, Touch, Close, Taken, Ready, Complete, Alive, Closed)
-}
+_KINDS: dict[str, type[Message]] = {kind.__name__.lower(): kind for kind in get_args(Message)}
 
 
 def encode(message: Message) -> bytes:

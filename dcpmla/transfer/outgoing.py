@@ -2,16 +2,15 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from dcpmla.transfer.handoff import Handoff, Target
 from dcpmla.transfer.layout import CacheLayout
 from dcpmla.transfer.messages import Alive, Close, Closed, Complete, Message, Open, Taken, Touch, encode
-from dcpmla.transfer.pairs import targets_of
 from dcpmla.transfer.parts import RowMover
-from dcpmla.transfer.route import Route
 from dcpmla.transfer.served import Filler, Served
-from dcpmla.transfer.side import Closing, Side
+from dcpmla.transfer.side import Side
 from dcpmla.transfer.staging import TAGS_BYTES
 from dcpmla.transfer.transport import Peer, Transport, rank_name
 
@@ -20,14 +19,7 @@ _MOST_WAITING = 4096  # requests of decode ranks for handoffs that have not begu
 _MOST_ENDED = 1 << 14  # handoffs whose ends are remembered
 
 
-class _Waiting:
-    """A request of a decode rank for a handoff that has not begun, or of a job that is not connected yet."""
-
-    def __init__(self, message: Open) -> None:
-        self.message, self.since = message, time.monotonic()
-
-
-class Outgoing(Side):
+class Outgoing(Side[Served]):
     """The blocks and states that one rank of a prefill server sends to ranks of decode servers.
 
     Args:
@@ -35,17 +27,17 @@ class Outgoing(Side):
         lease: Seconds without a word of a decode rank, after which a handoff fails.
     """
 
+    is_source, other, looks = True, "decode server", 16
+
     def __init__(
         self, transport: Transport, mover: RowMover, layout: CacheLayout, rank: int, lease: float = LEASE
     ) -> None:
-        self._lease = lease
-        self._peers: dict[str, dict[int, Route | None]] = {}  # routes to the ranks that this one talks with
-        self._served: dict[str, Served] = {}
-        self._waiting: dict[tuple[str, str, int], _Waiting] = {}  # Keys: handoff, engine, rank.
+        super().__init__(transport, mover, layout, rank, lease)
+        # Requests of decode ranks for handoffs that have not begun, or of jobs that are not connected yet, with their
+        # times, by handoff, engine and rank.
+        self._waiting: dict[tuple[str, str, int], tuple[Open, float]] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()  # reasons, by handoff
-        self._closing: list[Closing] = []  # handoffs that end with their gathers
-        self._looked_at, self._first = time.monotonic(), 0
-        super().__init__(transport, mover, layout, rank)
+        self._first = 0
         self._filler = Filler(self._staging, mover)
         self._worker.start()
 
@@ -59,56 +51,45 @@ class Outgoing(Side):
         self._call(lambda: self._begin(begun))
         return begun
 
-    def _check(self, peer: Peer) -> None:
-        self._layout.check_matches(peer.layout)
-
     def _connect(self, peer: Peer) -> None:
-        targets = targets_of(self._layout, peer.layout, self._rank)
-        self._peers[peer.engine] = {
-            rank: Route(self._layout, self._rank, peer.layout, rank) if has_rows else None
-            for rank, has_rows in targets.items()
-        }
-        self._connect_ranks(peer)
+        super()._connect(peer)
         self._admit()
 
     def _disconnect(self, engine: str) -> None:
-        for served in [served for served in self._served.values() if served.handoff.reader == engine]:
-            self._end(served, f"decode server {engine} is disconnected")
+        super()._disconnect(engine)
         for key in [key for key in self._waiting if key[1] == engine]:
             del self._waiting[key]
-        for rank in self._peers.pop(engine, ()):
-            self._transport.disconnect(rank_name(engine, rank))
 
     def _begin(self, handoff: Handoff) -> None:
-        if handoff.name in self._served:
+        if handoff.name in self._transfers:
             handoff.end(f"another handoff has the name {handoff.name}")
         elif handoff.name in self._ended:
             handoff.end(self._ended[handoff.name] or f"another handoff had the name {handoff.name}")
-        elif handoff.reader and handoff.reader not in self._peers:
-            handoff.end(f"decode server {handoff.reader} is not connected")
+        elif handoff.engine and handoff.engine not in self._routes:
+            handoff.end(f"decode server {handoff.engine} is not connected")
         else:
-            self._served[handoff.name] = Served(handoff)
+            self._transfers[handoff.name] = Served(handoff, self._routes.get(handoff.engine, ()))
             self._admit()
 
     def _admit(self) -> None:
         """Open the parts of handoffs that decode ranks wait for, where both are known now."""
-        for key in [key for key in self._waiting if key[0] in self._served and key[1] in self._peers]:
-            self._open(*key, self._waiting.pop(key).message)
+        for key in [key for key in self._waiting if key[0] in self._transfers and key[1] in self._routes]:
+            self._open(*key, self._waiting.pop(key)[0])
 
     def _handle(self, engine: str, rank: int, message: Message) -> None:
         handoff, name = message.handoff, rank_name(engine, rank)
         if isinstance(message, Open):
             if handoff in self._ended:
                 self._try_to_send(name, Closed(handoff, self._ended[handoff] or "it has ended"))
-            elif handoff in self._served and engine in self._peers:
+            elif handoff in self._transfers and engine in self._routes:
                 self._open(handoff, engine, rank, message)
             elif len(self._waiting) < _MOST_WAITING:
-                self._waiting[handoff, engine, rank] = _Waiting(message)
+                self._waiting[handoff, engine, rank] = message, time.monotonic()
             else:
                 self._try_to_send(name, Closed(handoff, f"{_MOST_WAITING} requests wait for handoffs already"))
             return
-        served = self._served.get(handoff)
-        if served is not None and served.handoff.reader in ("", engine):
+        served = self._transfers.get(handoff)
+        if served is not None and served.outcome.engine in ("", engine):
             self._hear(served, engine, rank, message)
         elif isinstance(message, Touch):
             is_waiting = (handoff, engine, rank) in self._waiting
@@ -120,7 +101,7 @@ class Outgoing(Side):
 
     def _hear(self, served: Served, engine: str, rank: int, message: Message) -> None:
         """Handle a message about a handoff that has begun."""
-        if engine in self._peers:
+        if engine in self._routes:
             served.heard[rank] = time.monotonic()
         target = served.targets.get(rank)
         if isinstance(message, Close):
@@ -132,63 +113,43 @@ class Outgoing(Side):
             if offer is not None and offer.is_sent and offer.ready.number == message.number:
                 del target.offers[message.slot]
                 self._staging.free(message.slot)
-                served.handoff.num_bytes += offer.num_bytes
+                served.outcome.num_bytes += offer.num_bytes
 
     def _open(self, handoff: str, engine: str, rank: int, message: Open) -> None:
-        served, name = self._served[handoff], rank_name(engine, rank)
+        served, name = self._transfers[handoff], rank_name(engine, rank)
         part_bytes = min(self._staging.part_bytes, message.slot_bytes - TAGS_BYTES)
-        if served.handoff.reader not in ("", engine):
+        if served.outcome.engine not in ("", engine):
             reason = "another decode server reads it"
-        elif rank not in self._peers[engine] or message.start > message.num_tokens or part_bytes < 1:
+        elif rank not in self._routes[engine] or message.start > message.num_tokens or part_bytes < 1:
             reason = f"rank {self._rank} of the prefill server cannot send positions {message.start} to "
             reason += f"{message.num_tokens} in slots of {message.slot_bytes} bytes to rank {rank}"
         elif rank in served.targets:
             reason = "it is open already"
         else:
-            served.handoff.reader, served.heard[rank] = engine, time.monotonic()
-            served.handoff.note_opening()
-            route = self._peers[engine][rank]
+            served.outcome.engine, served.ranks = engine, set(self._routes[engine])
+            served.heard[rank] = time.monotonic()
+            served.outcome.note_opening()
+            route = self._routes[engine][rank]
             served.targets[rank] = Target(name, route, message.start, message.num_tokens, part_bytes)
             return
         self._try_to_send(name, Closed(handoff, reason))
 
-    def _advance(self) -> bool:
-        for served in list(self._served.values()):
-            if served.handoff.is_done:
-                self._end(served, served.handoff.reason)
-        opened = [(served, target) for served in self._served.values() for target in served.targets.values()]
-        for served, target in opened:
-            self._try(served, target, self._announce)
+    def _move(self) -> bool:
+        opened = [(served, target) for served in self._transfers.values() for target in served.targets.values()]
+        self._run(self._announce, opened)
         # Each round fills one slot for each part of a handoff, and the next poll starts with another one.
         self._first = (self._first + 1) % max(len(opened), 1)
         waiting = opened[self._first :] + opened[: self._first]
         while waiting and self._staging.num_free:
-            waiting = [(served, target) for served, target in waiting if self._try(served, target, self._fill)]
-        for served, target in opened:
-            self._try(served, target, self._announce)
-        for served in list(self._served.values()):
-            if served.is_complete(self._peers):
-                self._end(served, "")
-        self._look()
-        self._closing = [each for each in self._closing if not each.close_if_idle()]
-        is_filling = any(not offer.is_sent for _, target in opened for offer in target.offers.values())
-        return is_filling or bool(self._closing)
+            waiting = self._run(lambda served, target: self._filler.fill(served.outcome, target), waiting)
+        self._run(self._announce, opened)
+        return any(not offer.is_sent for _, target in opened for offer in target.offers.values())
 
-    def _try(self, served: Served, target: Target, action: Callable[[Served, Target], bool]) -> bool:
-        """Run an action of an open handoff. Any error that it raises ends that handoff alone."""
-        if self._served.get(served.handoff.name) is not served:
-            return False
-        try:
-            return action(served, target)
-        except Exception as error:
-            if not isinstance(error, ConnectionError):
-                self._log("a handoff fails", error)
-            self._end(served, f"{type(error).__name__}: {error}")
-            return False
-
-    def _fill(self, served: Served, target: Target) -> bool:
-        """Fill a slot with the next part; return whether there was one, and a slot."""
-        return self._filler.fill(served.handoff, target)
+    def _run(
+        self, action: Callable[[Served, Target], bool], opened: Iterable[tuple[Served, Target]]
+    ) -> list[tuple[Served, Target]]:
+        """Run an action for ranks; return those for which it is true."""
+        return [each for each in opened if self._try(each[0], partial(action, *each))]
 
     def _announce(self, served: Served, target: Target) -> bool:
         """Offer the slots that are filled. After the last one was read, the part of the handoff is complete."""
@@ -197,41 +158,29 @@ class Outgoing(Side):
                 self._transport.send(target.name, encode(offer.ready))
                 offer.is_sent = True
         if target.has_sent_all and not target.offers and not target.is_complete:
-            self._transport.send(target.name, encode(Complete(served.handoff.name)))
+            self._transport.send(target.name, encode(Complete(served.outcome.name)))
             target.is_complete = True
         return target.is_complete
 
-    def _look(self) -> None:
-        """End what waits for longer than the lease."""
-        now = time.monotonic()
-        if now - self._looked_at < self._lease / 16:
-            return
-        self._looked_at = now
-        for key, waiting in list(self._waiting.items()):
-            if now - waiting.since > self._lease:
+    def _look(self, now: float) -> None:
+        for key, (_, since) in list(self._waiting.items()):
+            if now - since > self._patience:
                 del self._waiting[key]
-                self._try_to_send(rank_name(*key[1:]), Closed(key[0], f"it did not begin in {self._lease:.0f} s"))
-        for served in list(self._served.values()):
-            silent = served.silent_rank(now - self._lease, self._peers)
+                self._try_to_send(rank_name(*key[1:]), Closed(key[0], f"it did not begin in {self._patience:.0f} s"))
+        for served in list(self._transfers.values()):
+            silent = served.silent_rank(now - self._patience)
             if silent is not None:
-                self._end(served, f"{silent} asked for nothing in {self._lease:.0f} s")
+                self._end(served, f"{silent} asked for nothing in {self._patience:.0f} s")
 
-    def _end(self, served: Served, reason: str) -> None:
-        """Free the slots of a handoff, and end it when its gathers have ended."""
-        del self._served[served.handoff.name]
-        self._note_end(served.handoff.name, reason)
-        for target in served.targets.values():
+    def _leave(self, transfer: Served, reason: str) -> None:
+        self._note_end(transfer.outcome.name, reason)
+        for target in transfer.targets.values():
             for slot in target.offers:
                 self._staging.free(slot)
             if not target.is_complete:
-                self._try_to_send(target.name, Closed(served.handoff.name, reason))
-        self._closing.append(Closing(served.handoff, reason))
+                self._try_to_send(target.name, Closed(transfer.outcome.name, reason))
 
     def _note_end(self, handoff: str, reason: str) -> None:
         self._ended[handoff] = reason
         while len(self._ended) > _MOST_ENDED:
             self._ended.popitem(last=False)
-
-    def _fail_all(self, reason: str) -> None:
-        for served in list(self._served.values()):
-            self._end(served, reason)

@@ -3,23 +3,14 @@
 import json
 from itertools import count
 from threading import Thread
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcpmla.transfer.transport import check_slots
+from dcpmla.transfer.transport import Slots, SlotTransport
 
 _MESSAGE, _REQUEST = b"m", b"r"
-
-
-class _Remote(NamedTuple):
-    """Another rank: its number in the world, and its staging memory."""
-
-    rank: int
-    num_slots: int
-    slot_bytes: int
 
 
 class _Work:
@@ -67,7 +58,7 @@ class PointToPointRead:
         return self._is_done
 
 
-class PointToPointTransport:
+class PointToPointTransport(SlotTransport):
     """A transport between ranks of one world. Slots move by sends and receives, messages through the world's store.
 
     The slot of a read from a rank that is lost stays in use; such a world ends.
@@ -80,31 +71,18 @@ class PointToPointTransport:
     """
 
     def __init__(self, name: str, memory: Tensor, group: dist.ProcessGroup, store: dist.Store) -> None:
-        self.memory, self._name, self._group, self._store = memory, name, group, store
-        self._rank = dist.get_rank()
-        self._own = _Remote(self._rank, *memory.shape)
-        self._remotes: dict[str, _Remote] = {}
+        super().__init__(name, memory, Slots("", dist.get_rank(), *memory.shape))
+        self._group, self._store = group, store
         self._sends: list[_Work] = []
         self._tags, self._num_received = count(), 0
         # On the default stream they would wait for the engine's work.
         self._stream = torch.cuda.Stream(memory.device) if memory.device.type == "cuda" else None
 
-    def metadata(self) -> bytes:
-        return json.dumps({"name": self._name, **self._own._asdict()}).encode()
+    def _add(self, name: str, remote: Slots) -> None:
+        if not 0 <= remote.address < dist.get_world_size():
+            raise ValueError(f"it is of rank {remote.address} of the world")
 
-    def connect(self, name: str, metadata: bytes) -> None:
-        try:
-            fields = json.loads(metadata)
-            owner = fields.pop("name")
-            remote = _Remote(**fields)
-        except (TypeError, KeyError, AttributeError, ValueError) as error:
-            raise ValueError(f"the metadata of {name} is wrong: {type(error).__name__}: {error}") from error
-        if owner != name or not 0 <= remote.rank < dist.get_world_size():
-            raise ValueError(f"the metadata of {name} is wrong: it is of {owner}, rank {remote.rank} of the world")
-        self._remotes[name] = remote
-
-    def disconnect(self, name: str) -> None:
-        self._remotes.pop(name, None)
+    def _remove(self, name: str) -> None: ...
 
     def send(self, name: str, message: bytes) -> None:
         self._post(name, _MESSAGE + message)
@@ -112,7 +90,7 @@ class PointToPointTransport:
     def receive(self) -> list[tuple[str, bytes]]:
         self._sends = [send for send in self._sends if not send.is_done]
         messages = []
-        while self._store.check([key := _key(self._rank, self._num_received + 1)]):
+        while self._store.check([key := _key(self._own.address, self._num_received + 1)]):
             name, _, text = self._store.get(key).decode().partition("\n")
             content = bytes.fromhex(text)
             self._store.delete_key(key)
@@ -124,22 +102,14 @@ class PointToPointTransport:
         return messages
 
     def read(self, name: str, there: int, here: int, num_bytes: int, message: bytes) -> PointToPointRead:
-        if name not in self._remotes:
-            raise ConnectionError(f"{name} is not connected")
-        remote = self._remotes[name]
-        ends = (self._own, here), (remote, there)
-        sizes, slots, numbers = zip(*((end.slot_bytes, slot, end.num_slots) for end, slot in ends), strict=True)
-        check_slots(sizes, slots, numbers, num_bytes)
+        remote = self._source_of(name, there, here, num_bytes)
         tag = next(self._tags)
         # Requests and receives have the same order, as NCCL needs.
-        self._post(name, _REQUEST + json.dumps([self._rank, there, num_bytes, tag]).encode())
+        self._post(name, _REQUEST + json.dumps([self._own.address, there, num_bytes, tag]).encode())
         with torch.cuda.stream(self._stream):
-            work = dist.irecv(self.memory[here, :num_bytes], remote.rank, self._group, tag)
+            work = dist.irecv(self.memory[here, :num_bytes], remote.address, self._group, tag)
         assert work is not None
         return PointToPointRead(_Work(work, self.memory.device), self, name, message)
-
-    def close(self) -> None:
-        self._remotes.clear()
 
     def _answer(self, rank: int, slot: int, num_bytes: int, tag: int) -> None:
         """Send a slot's content to a rank that reads it."""
@@ -150,9 +120,7 @@ class PointToPointTransport:
 
     def _post(self, name: str, content: bytes) -> None:
         """Put a message into the store, where the rank finds it under the next number."""
-        if name not in self._remotes:
-            raise ConnectionError(f"{name} is not connected")
-        rank = self._remotes[name].rank
+        rank = self._remote(name).address
         try:
             number = self._store.add(_key(rank, 0), 1)
             self._store.set(_key(rank, number), f"{self._name}\n{content.hex()}")

@@ -1,31 +1,15 @@
 """Parts on their way from slots of prefill ranks into the cache (`Reader`)."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
-from dcpmla.transfer.arrival import Arrival
-from dcpmla.transfer.messages import Ready, Taken, encode
+from dcpmla.transfer.arrival import Arrival, Offered
+from dcpmla.transfer.messages import Taken, encode
 from dcpmla.transfer.moves import Mark
 from dcpmla.transfer.parts import RowMover
-from dcpmla.transfer.route import Part
 from dcpmla.transfer.staging import TAGS_BYTES, Staging, make_tag, tags_match
 from dcpmla.transfer.transport import Read, Transport
-
-
-class Offered(NamedTuple):
-    """A part that waits in a slot of a prefill rank.
-
-    Attributes:
-        name: Name of the rank's transport.
-        ready: Message that offered it.
-    """
-
-    arrival: Arrival
-    name: str
-    part: Part
-    ready: Ready
 
 
 @dataclass(eq=False)

@@ -1,10 +1,12 @@
-"""The rows of a cache that move between the ranks of two jobs, by index arithmetic alone (`Route`).
+"""The rows of a cache that move between the ranks of two jobs, by index arithmetic alone (`Route`, `PartList`).
 
 Nothing here depends on a device or on other processes: both jobs compute the same lists of parts.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -139,9 +141,65 @@ class Route:
         )
 
 
-def source_ranks(source: CacheLayout, target: CacheLayout, target_rank: int) -> list[int]:
-    """Return the TP ranks of a job that send rows to a TP rank of another."""
-    return [rank for rank in range(source.tp_size) if not Route(source, rank, target, target_rank).is_empty]
+def find_routes(source: CacheLayout, target: CacheLayout) -> dict[tuple[int, int], Route]:
+    """Return the routes between the pairs of a prefill rank and a decode rank that talk about a handoff.
+
+    A prefill rank whose rows other replicas send talks with one decode rank, to know when the handoff has ended.
+    """
+    pairs = product(range(source.tp_size), range(target.tp_size))
+    routes = {pair: Route(source, pair[0], target, pair[1]) for pair in pairs}
+    senders = {rank for (rank, _), route in routes.items() if not route.is_empty}
+    return {
+        (rank, there): route
+        for (rank, there), route in routes.items()
+        if not route.is_empty or (rank not in senders and there == rank % target.tp_size)
+    }
+
+
+@dataclass(eq=False)
+class PartList:
+    """The parts that one rank sends to another, which both of them list range by range, and last the state's.
+
+    Attributes:
+        name: Name of the other rank's transport.
+        route: Rows that move.
+        position: Position up to which parts were listed.
+        num_tokens: End of the positions that move.
+        max_bytes: Most bytes of a part.
+        is_complete: Whether the other rank knows that all parts were sent.
+        range: Range of the parts in the list; an empty one means the state, and None that nothing was listed.
+        index: Index of the next part in the list.
+    """
+
+    name: str
+    route: Route
+    position: int
+    num_tokens: int
+    max_bytes: int
+    is_complete: bool = False
+    parts: Sequence[Part] = ()
+    index: int = 0
+    range: tuple[int, int] | None = None
+
+    @property
+    def has_state(self) -> bool:
+        """Return whether the list has the parts of the state."""
+        return self.range is not None and self.range[0] == self.range[1]
+
+    @property
+    def is_at_end(self) -> bool:
+        """Return whether no part of the list is left."""
+        return self.index == len(self.parts)
+
+    def start_range(self, start: int, end: int) -> None:
+        """List the parts of a range, and the state's for an empty one."""
+        self.parts = self._list(start, end)
+        self.position, self.range, self.index = end, (start, end), 0
+
+    def _list(self, start: int, end: int) -> Sequence[Part]:
+        if start == end:
+            return self.route.state_parts(end, self.max_bytes)
+        return self.route.parts(start, end, self.max_bytes)
 
 
 class _Packer:
@@ -165,7 +223,7 @@ class _Packer:
     ) -> None:
         """Add rows of a tensor."""
         row_bytes = sum(length for *_, length in columns)
-        if row_bytes > self._max_bytes:
+        if len(rows) and row_bytes > self._max_bytes:
             raise ValueError(f"a row of {row_bytes:,} bytes does not fit into slots of {self._max_bytes:,}")
         while len(rows):
             num = min(len(rows), (self._max_bytes - self._num_bytes) // row_bytes)

@@ -1,55 +1,53 @@
 """A handoff in the thread that sends (`Served`), and what fills slots with its parts (`Filler`)."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import count
 
 from dcpmla.transfer.handoff import Computed, Handoff, Offer, Target
 from dcpmla.transfer.messages import Ready
+from dcpmla.transfer.outcome import Transfer
 from dcpmla.transfer.parts import RowMover
 from dcpmla.transfer.route import Part
 from dcpmla.transfer.staging import MOST_SLOTS, Staging, make_tag
 
 
-class Served:
+class Served(Transfer[Handoff]):
     """A handoff that has begun, and the ranks of the one decode server that reads it.
 
+    Args:
+        ranks: Ranks of the decode server that this rank talks with; none while it is not known.
     Attributes:
         targets: Parts of the ranks that have asked.
         heard: Times of the latest messages of ranks.
     """
 
-    def __init__(self, handoff: Handoff) -> None:
-        self.handoff = handoff
+    noun = "a handoff"
+
+    def __init__(self, handoff: Handoff, ranks: Iterable[int]) -> None:
+        super().__init__(handoff, handoff.name)
+        self.ranks = set(ranks)
         self.targets: dict[int, Target] = {}
         self.heard: dict[int, float] = {}
         self._final_at: float | None = None
 
-    def is_complete(self, ranks: Mapping[str, Iterable[int]]) -> bool:
-        """Return whether all ranks have everything.
-
-        Args:
-            ranks: Ranks of each decode server that this rank talks with.
-        """
+    @property
+    def is_complete(self) -> bool:
         complete = {rank for rank, target in self.targets.items() if target.is_complete}
-        return bool(complete) and complete.issuperset(ranks[self.handoff.reader])
+        return bool(complete) and complete.issuperset(self.ranks)
 
-    def silent_rank(self, since: float, ranks: Mapping[str, Iterable[int]]) -> str | None:
+    def silent_rank(self, since: float) -> str | None:
         """Return the name of a rank that has sent nothing since a time, and must have; None without one."""
-        for rank, target in self.targets.items():
-            if not target.is_complete and self.heard[rank] < since:
-                return f"rank {rank} of decode server {self.handoff.reader}"
-        computed = self.handoff.snapshot()[1]
-        if computed is None or not computed.is_final:
-            return None
-        if self._final_at is None:
-            self._final_at = time.monotonic()
-        if not self.handoff.reader:
-            return "a decode server" if max([self._final_at, *self.heard.values()]) < since else None
-        for rank in set(ranks[self.handoff.reader]).difference(self.targets):
-            if max(self._final_at, self.heard.get(rank, 0.0)) < since:
-                return f"rank {rank} of decode server {self.handoff.reader}"
-        return None
+        silent = [rank for rank, target in self.targets.items() if not target.is_complete and self.heard[rank] < since]
+        computed = self.outcome.snapshot()[1]
+        if not silent and computed is not None and computed.is_final:
+            if self._final_at is None:
+                self._final_at = time.monotonic()
+            if not self.outcome.engine:
+                return "a decode server" if max([self._final_at, *self.heard.values()]) < since else None
+            late = self.ranks.difference(self.targets)
+            silent = [rank for rank in late if max(self._final_at, self.heard.get(rank, 0.0)) < since]
+        return f"rank {silent[0]} of decode server {self.outcome.engine}" if silent else None
 
 
 class Filler:
@@ -79,11 +77,12 @@ class Filler:
             return False
         mark_of_rows = computed.points[-1].mark
         if not part.is_state:
-            mark_of_rows = computed.point(target.range[1]).after(part.last_layer)
+            mark_of_rows = computed.point(target.position).after(part.last_layer)
         # A gather that waited would hold up later ones, of other handoffs.
-        slot = self._staging.take(handoff.reader) if mark_of_rows.is_done else None
+        slot = self._staging.take(handoff.engine) if mark_of_rows.is_done else None
         if slot is None:
             return False
+        assert target.range is not None
         number, mark = next(self._counts), None
         try:
             mark = handoff.moves.run(
@@ -96,7 +95,7 @@ class Filler:
             return False
         ready = Ready(handoff.name, *target.range, target.index, target.max_bytes, slot, number)
         target.offers[slot] = Offer(ready, part.num_bytes, mark)
-        target.advance()
+        target.index += 1
         return True
 
     def _gather(self, part: Part, computed: Computed, slot: int, tag: bytes) -> None:

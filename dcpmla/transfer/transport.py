@@ -1,5 +1,8 @@
-"""The interface of transports between ranks of two jobs (`Transport`), and the description of a job (`Peer`)."""
+"""The interface of transports between ranks of two jobs (`Transport`), what those between processes share
+(`SlotTransport`), and the description of a job (`Peer`)."""
 
+import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -103,12 +106,88 @@ def split_name(name: str) -> tuple[str, int]:
     return engine, int(rank)
 
 
-def check_slots(slot_bytes: Sequence[int], slots: Sequence[int], num_slots: Sequence[int], num_bytes: int) -> None:
-    """Check both ends of a read.
+class Slots(NamedTuple):
+    """A rank's staging memory, as other ranks see it.
 
-    Raises:
-        ValueError: One has no such slot, or a smaller one.
+    Attributes:
+        agent: Metadata of NIXL's agent, in base64; "" without NIXL.
+        address: Address of the first slot; without NIXL, the rank's number in the world.
+        kind: NIXL's name of the kind of memory.
+        device: Number of the device.
     """
-    for size, slot, number in zip(slot_bytes, slots, num_slots, strict=True):
-        if not 0 <= slot < number or not 0 < num_bytes <= size:
-            raise ValueError(f"a read of {num_bytes} bytes of slot {slot}: there are {number} slots of {size} bytes")
+
+    agent: str
+    address: int
+    num_slots: int
+    slot_bytes: int
+    kind: str = ""
+    device: int = 0
+
+
+class SlotTransport(ABC):
+    """The ranks that a transport is connected to, and their metadata: a name and the staging memory, in JSON.
+
+    Args:
+        name: Name of this rank (`rank_name`).
+        memory: Staging memory [num_slots, slot_bytes] uint8.
+        own: The staging memory as other ranks see it.
+    """
+
+    def __init__(self, name: str, memory: Tensor, own: Slots) -> None:
+        self.memory, self._name, self._own = memory, name, own
+        self._metadata = json.dumps({"name": name, **own._asdict()}).encode()
+        self._remotes: dict[str, Slots] = {}
+
+    def metadata(self) -> bytes:
+        return self._metadata
+
+    def connect(self, name: str, metadata: bytes) -> None:
+        if name in self._remotes:
+            raise ValueError(f"{name} is connected already")
+        try:
+            fields = json.loads(metadata)
+            if fields.pop("name") != name:
+                raise ValueError("it is another rank's")
+            remote = Slots(**fields)
+            if [*map(type, remote)] != [*map(type, self._own)]:
+                raise ValueError("its fields have other types")
+            self._add(name, remote)
+        except Exception as error:
+            raise ValueError(f"the metadata of {name} is wrong: {type(error).__name__}: {error}") from error
+        self._remotes[name] = remote
+
+    def disconnect(self, name: str) -> None:
+        if self._remotes.pop(name, None) is not None:
+            self._remove(name)
+
+    def close(self) -> None:
+        for name in list(self._remotes):
+            self.disconnect(name)
+
+    @abstractmethod
+    def _add(self, name: str, remote: Slots) -> None:
+        """Connect to a rank; ValueError if its memory makes no sense here."""
+
+    @abstractmethod
+    def _remove(self, name: str) -> None:
+        """Forget a rank."""
+
+    def _remote(self, name: str) -> Slots:
+        """Return a rank's memory; ConnectionError if it is not connected."""
+        if name not in self._remotes:
+            raise ConnectionError(f"{name} is not connected")
+        return self._remotes[name]
+
+    def _source_of(self, name: str, there: int, here: int, num_bytes: int) -> Slots:
+        """Return the memory of the rank that a slot is read from.
+
+        Raises:
+            ConnectionError: The rank is not connected.
+            ValueError: One end has no such slot, or a smaller one.
+        """
+        remote = self._remote(name)
+        for end, slot in ((self._own, here), (remote, there)):
+            if not 0 <= slot < end.num_slots or not 0 < num_bytes <= end.slot_bytes:
+                slots = f"{end.num_slots} slots of {end.slot_bytes} bytes"
+                raise ValueError(f"a read of {num_bytes} bytes of slot {slot}: there are {slots}")
+        return remote

@@ -22,7 +22,7 @@ class WireHandoff:
         self._num_tokens = self._num_looks = 0
         self.length: int | None = None
         self.is_asked_for = self.is_read = self.has_failed = False
-        self.num_bytes, self.seconds, self.reader = 8, 0.5, reader
+        self.num_bytes, self.seconds, self.engine = 8, 0.5, reader
 
     def computed(self, blocks: Sequence[int], num_tokens: int, starts: Sequence[object]) -> None:
         assert self.length is None

@@ -5,7 +5,7 @@ import pytest
 from tests.support.fake_transport import Clock
 from tests.support.transfer_jobs import StillWorker
 
-MODULES = ("outcome", "served", "outgoing", "incoming")  # those that look at the time
+MODULES = ("outcome", "served", "side", "outgoing", "incoming")  # those that look at the time
 
 
 @pytest.fixture

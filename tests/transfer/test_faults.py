@@ -201,7 +201,7 @@ def test_a_prefill_rank_is_lost(clock: Clock, is_known: bool) -> None:
 
 def test_a_stopped_decode_server_wakes_after_its_slots_hold_other_content(clock: Clock) -> None:
     pair = Pair(clock, (1, 1), (1, 1), (1, 1))
-    pair.decode.sides[0]._silence = 10 * LEASE  # the tags alone help
+    pair.decode.sides[0]._patience = 10 * LEASE  # the tags alone help
     prompt = pair.prompt("h")
     prompt.open()
     pair.poll(1)

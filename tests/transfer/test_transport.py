@@ -1,0 +1,51 @@
+"""What transports between processes share: metadata, connections, and the ends of reads."""
+
+import pytest
+import torch
+
+from dcpmla.transfer.transport import Slots, SlotTransport
+
+
+class Transport(SlotTransport):
+    """A transport that notes its connections."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, torch.zeros(2, 64, dtype=torch.uint8), Slots("agent", 0, 2, 64, "DRAM"))
+        self.added: list[str] = []
+
+    def _add(self, name: str, remote: Slots) -> None:
+        if remote.kind != "DRAM":
+            raise ValueError("its kind is wrong")
+        self.added.append(name)
+
+    def _remove(self, name: str) -> None:
+        self.added.remove(name)
+
+
+def test_ranks_are_connected_once_with_their_own_metadata() -> None:
+    one, other = Transport("a/0"), Transport("b/0")
+    good = other.metadata()
+    wrong = [b"", b"{}", b"[]", good[:-2], good.replace(b"b/0", b"c/0"), good.replace(b"DRAM", b"FILE")]
+    for metadata in [*wrong, good.replace(b"64", b"true"), good.replace(b"64", b'"64"')]:
+        with pytest.raises(ValueError, match="the metadata of b/0 is wrong"):
+            one.connect("b/0", metadata)
+    one.connect("b/0", good)
+    with pytest.raises(ValueError, match="b/0 is connected already"):
+        one.connect("b/0", good)
+    assert one.added == ["b/0"]
+    one.disconnect("b/0")
+    one.disconnect("b/0")
+    one.connect("b/0", good)
+    one.close()
+    assert one.added == []
+
+
+def test_reads_name_slots_that_both_ends_have() -> None:
+    one = Transport("a/0")
+    with pytest.raises(ConnectionError, match="b/0 is not connected"):
+        one._source_of("b/0", 0, 0, 64)
+    one.connect("b/0", Transport("b/0").metadata())
+    assert one._source_of("b/0", 1, 0, 64) == one._own
+    for there, here, num_bytes in ((2, 0, 64), (0, 2, 64), (0, 0, 65), (0, 0, 0), (-1, 0, 64)):
+        with pytest.raises(ValueError, match="a read of"):
+            one._source_of("b/0", there, here, num_bytes)
