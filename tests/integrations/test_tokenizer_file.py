@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
 from dcpmla.integrations.tokenizer import load_tokenizer
 from tests.integrations.test_tokenizer import MESSAGES, RENDERED, TEMPLATE, TEXTS, load, save
@@ -142,10 +143,14 @@ CODE = {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}
 def test_whose_pattern_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, auto_map: dict[str, Any], is_kimi: bool
 ) -> None:
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *args, **options: options)
+    other, given = PreTrainedTokenizerFast(tokenizer_object=byte_level()), list[dict[str, Any]]()
+    monkeypatch.setattr(
+        transformers.AutoTokenizer, "from_pretrained", lambda *_, **options: given.append(options) or other
+    )
     save(tmp_path, model_type, auto_map=auto_map)
     loaded, reason = load_tokenizer(tmp_path)
     assert reason == ""
-    assert is_kimi == (loaded != {"trust_remote_code": False})
+    assert is_kimi == (loaded is not other)
+    assert given == [{"trust_remote_code": False}] * (not is_kimi)
     byte_level().save(str(tmp_path / "tokenizer.json"))  # now this file decides
     assert load(tmp_path).encode("!") == byte_level().encode("!").ids
