@@ -124,7 +124,9 @@ def run(name: str, fraction: tuple[int, int], options: list[str], folder: Path |
 
 
 def read_run(folder: Path, seconds: float) -> dict[str, Any]:
-    """Return what the tests of a run have reported: counts, names, seconds and features."""
+    """Return what the tests of a run have reported: counts, names, seconds and features. "names" are those of the tests
+    that passed, which a record leaves out.
+    """
     outcomes: dict[str, dict[str, Any]] = {}
     path = folder / "outcomes.jsonl"
     for text in path.read_text().splitlines() if path.exists() else ():
@@ -142,6 +144,7 @@ def read_run(folder: Path, seconds: float) -> dict[str, Any]:
         **_machine(),
         "seconds": round(seconds, 1),
         "passed": len(passed),
+        "names": sorted(passed),
         "failed": sorted(name for name, test in outcomes.items() if test["outcome"] == "failed"),
         "skipped": dict(Counter(test["reason"] for test in outcomes.values() if test["outcome"] == "skipped")),
         "slow": dict(sorted(slow.items(), key=lambda each: -each[1])),
@@ -152,7 +155,7 @@ def read_run(folder: Path, seconds: float) -> dict[str, Any]:
 def add(record: dict[str, Any], name: str, fraction: tuple[int, int], found: dict[str, Any]) -> dict[str, Any]:
     """Return a record with a run of a part in it, added to the other fractions of the same sources."""
     number, total = fraction
-    before = record["parts"].get(name, {})
+    before, found = record["parts"].get(name, {}), {key: value for key, value in found.items() if key != "names"}
     is_continued = before.get("sources") == found["sources"] and before.get("fractions", [1, 1])[1] == total
     done = [*before["fractions"][0], number] if total > 1 and is_continued else [number]
     if total > 1 and is_continued and number not in before["fractions"][0]:
@@ -181,12 +184,16 @@ def failed_before(record: dict[str, Any], name: str, sources: str) -> list[str]:
 
 
 def add_again(record: dict[str, Any], name: str, found: dict[str, Any]) -> dict[str, Any]:
-    """Return a record in which tests that failed count as they ended when they ran again, named under "again"."""
-    before = record["parts"][name]
+    """Return a record in which tests that failed count as passed if they have passed now; "again" names them all.
+
+    A test that was skipped or did not end has still failed, and so has a file without a test that passed.
+    """
+    before, names = record["parts"][name], found["names"]
+    passed = {each for each in before["failed"] if any(f"{test}::".startswith(f"{each}::") for test in names)}
     part = before | {
         "seconds": before["seconds"] + found["seconds"],
         "passed": before["passed"] + found["passed"],
-        "failed": found["failed"],
+        "failed": sorted(({*before["failed"]} - passed) | {*found["failed"]}),
         "again": sorted({*before.get("again", []), *before["failed"]}),
         "slow": before["slow"] | found["slow"],
         "features": _join(before["features"], found["features"]),

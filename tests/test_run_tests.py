@@ -73,11 +73,11 @@ def test_a_fraction_of_the_tests(tmp_path: Path) -> None:
     assert counts == [2, 2, 2]
 
 
-def found_of(passed: int, failed: list[str], sources: str = "s") -> dict[str, Any]:
+def found_of(passed: int, failed: list[str], sources: str = "s", names: list[str] | None = None) -> dict[str, Any]:
     features = {"v3": {"tp": {"cpu": {"count": 1, "tests": [f"t{passed}"], "ranks": passed}}}}
     slow = {f"t{passed}": 6.0}
     counts = {"seconds": 1.5, "passed": passed, "failed": failed, "skipped": {"x": 1}, "slow": slow}
-    return {**counts, "features": features, "sources": sources}
+    return {**counts, "names": names or [], "features": features, "sources": sources}
 
 
 def test_fractions_of_a_part_add_up() -> None:
@@ -96,15 +96,19 @@ def test_fractions_of_a_part_add_up() -> None:
 
 
 def test_failed_tests_run_again() -> None:
-    """They count as they end now, and the record names them; the other tests stay."""
-    record = run_tests.add({"parts": {"cpu": {}}}, "gpu", (1, 1), found_of(5, ["b", "a", "a"]))
-    assert run_tests.failed_before(record, "gpu", "s") == ["a", "b"]
-    record = run_tests.add_again(record, "gpu", found_of(1, ["b"]))
-    part = record["parts"]["gpu"]
-    assert (part["passed"], part["failed"], part["again"], part["fractions"]) == (6, ["b"], ["a", "b"], [[1], 1])
-    assert part["features"]["v3"]["tp"]["cpu"]["tests"] == ["t5", "t1"]
-    record = run_tests.add_again(record, "gpu", found_of(1, []))
-    assert (record["parts"]["gpu"]["passed"], record["parts"]["gpu"]["again"]) == (7, ["a", "b"])
+    """Those that pass now have passed, and the record names all; other tests stay. One that does not end has failed."""
+    failed = ["a.py::t", "a.py::t[1]", "b.py", "c.py", "c.py"]
+    record = run_tests.add({"parts": {"cpu": {}}}, "gpu", (1, 1), found_of(5, failed))
+    assert run_tests.failed_before(record, "gpu", "s") == failed[:4]
+    assert "names" not in record["parts"]["gpu"]
+    again = found_of(2, ["c.py::t"], names=["a.py::t[1]", "b.py::t"])
+    part = run_tests.add_again(record, "gpu", again)["parts"]["gpu"]
+    assert (part["passed"], part["failed"]) == (7, ["a.py::t", "c.py", "c.py::t"])
+    assert (part["again"], part["fractions"], "names" in part) == (failed[:4], [[1], 1], False)
+    assert part["features"]["v3"]["tp"]["cpu"]["tests"] == ["t5", "t2"]
+    names = ["a.py::t", "a.py::t[1]", "b.py::t", "c.py::t"]
+    record = run_tests.add_again(record, "gpu", found_of(4, [], names=names))
+    assert record["parts"]["gpu"]["failed"] == []
     for name, sources in (("gpu", "s"), ("cpu", "s"), ("gpu_2", "s")):
         with pytest.raises(ValueError, match=f"--again {name}: no test failed in a recorded run of these sources"):
             run_tests.failed_before(record, name, sources)

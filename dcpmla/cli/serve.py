@@ -85,8 +85,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _take_options(args: argparse.Namespace) -> ServeOptions:
-    """Return the server's options, with keys from the environment, and remove the keys from `args`, which ranks
-    compare, and of which they print differences.
+    """Return the server's options, with keys from the environment. Remove the keys from `args`: ranks compare those and
+    print differences.
 
     Raises:
         ValueError: A key is empty.

@@ -65,7 +65,7 @@ def load_tokenizer(directory: Path) -> tuple[Any, str]:
 
     Returns:
         The tokenizer and "", or None and the reason: there is none, it is broken, it needs the checkpoint's own code,
-        it differs from tokenizer.json, or texts made of its tokens' bytes (`TokenBytes`) are not what it decodes.
+        it differs from tokenizer.json, or `TextStream` makes another text of its tokens than its own decoder.
     """
     try:
         if _is_kimi(directory):
@@ -113,7 +113,7 @@ def _check_probes(tokenizer: Any, path: Path) -> None:
 
 
 def _check_texts(tokenizer: Any) -> None:
-    """Raise ValueError unless the texts of probes, made token by token, are those that the tokenizer decodes."""
+    """Raise ValueError unless `TextStream` and the tokenizer make the same text of each probe's tokens."""
     for probe in _PROBES:
         token_ids = list(tokenizer(probe, add_special_tokens=False)["input_ids"])
         text = TextStream(tokenizer).end(token_ids, is_stop_token=False)

@@ -45,7 +45,7 @@ class Arrivals:
         if request in self._coming:
             self._coming.remove(request)
             return True
-        return self._grammars.holds(request)  # which leaves out requests that have ended
+        return self._grammars.holds(request)  # `Grammars.take` leaves ended requests out.
 
     def take_compiled(self, num_compiled: int) -> None:
         """Take the requests whose grammars the first rank has compiled, num_compiled in all."""

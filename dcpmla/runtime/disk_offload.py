@@ -1,5 +1,5 @@
-"""Blocks and states between host memory and disks: those that waiting requests read (`DiskReads`), and the transfers of
-all (`DiskOffload`).
+"""Blocks and states between host memory and disks: reads for waiting requests (`DiskReads`), and all transfers
+(`DiskOffload`).
 
 Every rank of a TP group makes the same calls, so all ranks know the same readings, and agree on transfers that end.
 """

@@ -20,7 +20,7 @@ class StopStrings:
         self._streams: WeakKeyDictionary[Request, TextStream] = WeakKeyDictionary()
 
     def is_complete(self, request: Request) -> bool:
-        """Read a request's tokens since the last call, and return whether a stop string ends with the last of them."""
+        """Read a request's tokens since the last call, and return whether they complete a stop string."""
         stream = self._streams.get(request)
         if stream is None:
             stream = TextStream.of(self._tokenizer, request.params, request.prompt_token_ids)

@@ -73,7 +73,7 @@ class Engine:
         grammars: Grammars of requests.
         handoffs: Transfers with other jobs; None without.
         offload: Tiers of memory below the cache; None without.
-        stops: Search for stop strings; None where a front searches, which is in another process (`stop`).
+        stops: Search for stop strings; None where another process makes the texts and searches them (`stop`).
         has_forms: Whether the tokens of requests have forms (`Request.has_forms`).
         now: Seconds on this rank's clock when the last step ended.
     Raises:
@@ -230,10 +230,13 @@ class Engine:
         self._append(request, [token_id])
 
     def stop(self, request: Request, num_tokens: int) -> None:
-        """End a request at a stop string, which a front has found to end with its new token number num_tokens. Tokens
-        after that one are dropped. All ranks make the same call.
+        """End a request at a stop string that the process which makes its text has found, and drop later tokens. All
+        ranks make the same call.
+
+        Args:
+            num_tokens: Number of new tokens up to the end of the stop string.
         """
-        if request.finish_reason:  # by a later token, whose report the front does not read
+        if request.finish_reason:  # A later token has ended it, and that process reads no more of it.
             return
         self.stats.num_new_tokens -= len(request.token_ids) - num_tokens
         request.num_seen_tokens = num_tokens

@@ -17,7 +17,7 @@ from dcpmla.text.stream import text_of
 from dcpmla.text.token_bytes import Tokenizer
 from dcpmla.transfer.handoff import Handoff
 
-# Tokens of a request that may wait for a front's look for stop strings, until the request waits for the front.
+# New tokens that another process may still have to search for stop strings before the request waits for it.
 MAX_UNSEEN_TOKENS = 64
 
 
@@ -62,7 +62,7 @@ class Request:
             max_new_tokens, "abort" by the caller, "error" if logits are not finite; None before.
         error: FloatingPointError of an end as "error".
         has_stop_token: Whether its last token ended it: an end-of-sequence or a stop token.
-        num_seen_tokens: New tokens in which a front has looked for stop strings; None where nothing outside looks.
+        num_seen_tokens: New tokens that another process has searched for stop strings; None if no other does.
         state: Index of its state in a cache with states; None while it does not run.
         loading: Blocks and state on their way from host memory, until a step waits for them, or from another job; None
             without.
@@ -188,7 +188,7 @@ class Request:
 
     @property
     def is_held(self) -> bool:
-        """Return whether it waits for a front, which has many of its tokens still to look at."""
+        """Return whether it waits for the process that searches its text, which has many tokens left."""
         return self.num_seen_tokens is not None and self.num_new_tokens - self.num_seen_tokens >= MAX_UNSEEN_TOKENS
 
     @property

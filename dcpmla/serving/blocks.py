@@ -12,7 +12,7 @@ from dcpmla.serving.prompts import Prompt
 from dcpmla.serving.reader import AnswerReader
 from dcpmla.serving.shown import Json, Usage
 
-Change = Literal["open", "add", "close"]  # what happens to a block
+Change = Literal["open", "add", "close"]  # A block begins, gets a text, or ends.
 
 
 @dataclass

@@ -44,7 +44,7 @@ class UnwrittenSchema(ValueError):
 
 
 class GrammarWriter:
-    """A grammar in llguidance's dialect of Lark, of which expressions are written one by one.
+    """A grammar in llguidance's dialect of Lark, written expression by expression.
 
     Args:
         special_tokens: Ids of the vocabulary's special tokens, by text: these are tokens of their own in the markup.

@@ -172,7 +172,7 @@ class Report:
             metric, the tier and the direction ("load" or "store").
         transfer_totals: Totals of transfers with other jobs on the first rank, by the name of a metric and its labels.
         readers: Names of the jobs that read blocks of this one, or are to read them.
-        num_unseen: Most new tokens of a request that wait for a look for stop strings.
+        num_unseen: New tokens of a request still to be searched for stop strings, of the request with most.
     """
 
     outputs: list[Output]

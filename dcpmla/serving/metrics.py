@@ -59,7 +59,7 @@ class Metrics:
         self._local = counter("kv_transfer_local_prefills", local)
         self._running = gauge("requests_running", "Requests that hold blocks of the cache.")
         self._waiting = gauge("requests_waiting", "Requests that wait for blocks.")
-        unseen = "Most new tokens of a request that wait for a look for stop strings."
+        unseen = "New tokens of a request still to be searched for stop strings, of the request with most."
         self._unseen = gauge("stop_string_unseen_tokens", unseen)
         self._cache_use = gauge("kv_cache_use", "Part of the cache's blocks that requests hold.")
         self._first_token = histogram("time_to_first_token_seconds", "Seconds from a request to its first token.")

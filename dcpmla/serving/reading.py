@@ -7,7 +7,7 @@ from dcpmla.serving.messages import Output
 from dcpmla.text.stream import TextStream
 from dcpmla.text.token_bytes import Tokenizer
 
-# Tokens after which the ranks are told that no stop string ends in them; a request waits at MAX_UNSEEN_TOKENS.
+# The ranks get news of a request after this many tokens without a stop string; it waits at MAX_UNSEEN_TOKENS.
 _NEWS_TOKENS = 16
 
 
@@ -50,7 +50,7 @@ class RequestText:
         )
 
     def news(self) -> int:
-        """Return the number of its tokens in which no stop string ends, if the ranks are to know it now; else 0."""
+        """Return the number of tokens without a stop string if the ranks need it now, else 0."""
         if not self._has_stop or self.num_tokens - self._num_told < _NEWS_TOKENS:
             return 0
         self._num_told = self.num_tokens

@@ -27,7 +27,7 @@ _HARMLESS = frozenset({
 })  # fmt: skip
 _MIN_LETTERS = 6  # shorter names differ by one letter from other servers' fields: top_a, models, inputs
 _MAX_SHOWN = 8
-_MAX_LETTERS = 64  # of a name that is looked at
+_MAX_LETTERS = 64  # Longer names are not compared.
 _logger = logging.getLogger(__name__)
 _has_logged = False
 
@@ -54,7 +54,7 @@ def log_ignored(names: Sequence[str]) -> None:
 
 @cache
 def _index(known: frozenset[str]) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    """Return the known names by their letters, and the long ones by their letters without any one of them."""
+    """Return the known names by their letters, and the long names by their letters with any one left out."""
     same = {_letters(name): name for name in sorted(known)}
     near = {cut: name for letters, name in same.items() if len(letters) >= _MIN_LETTERS for cut in _cuts(letters)}
     return same, near
@@ -65,8 +65,8 @@ def _letters(name: str) -> str:
 
 
 def _cuts(letters: str) -> Iterator[str]:
-    """Yield letters whole, and without each one of them: two words that have one of these in common are one edit apart,
-    or one letter has moved.
+    """Yield a word whole, and without each of its letters. Two words that share one of these are one edit apart, or one
+    letter has moved.
     """
     yield letters
     yield from (letters[:index] + letters[index + 1 :] for index in range(len(letters)))

@@ -37,7 +37,7 @@ class TextStream:
         includes_stop: Whether the text includes the stop string, or the stop token, that ends it.
         skip_special_tokens: Whether the text is without special tokens.
     Attributes:
-        num_tokens: Tokens so far; after a stop string, those up to the one that completed it.
+        num_tokens: Number of tokens so far, at most up to the last token of a stop string.
         stop_string: Stop string that ended the text, "" before.
 
     Exact for decoders that only ever add to the text, incomplete characters aside. With byte fallback, a broken
@@ -97,7 +97,7 @@ class TextStream:
         return "".join(pieces)
 
     def end(self, token_ids: Sequence[int], is_stop_token: bool, offsets: list[int] | None = None) -> str:
-        """Return the text of a request's last tokens, and what was held back.
+        """Return the text of a request's last tokens, after the text that was held back.
 
         Args:
             is_stop_token: Whether the last token ended the request by itself. It has no text then, unless the text
@@ -112,9 +112,9 @@ class TextStream:
             self.num_tokens += 1
             if offsets is not None:
                 offsets.append(self._decoder.offset(token_ids[-1]))
-        rest = self._held + self._decoder.finish()
+        uncertain = self._held + self._decoder.finish()
         self._held = ""
-        return text + self._cut(rest, is_end=True)
+        return text + self._cut(uncertain, is_end=True)
 
     def _take(self, new: str) -> str:
         """Return the part of the held text and of new text that is certain, where there are stop strings."""

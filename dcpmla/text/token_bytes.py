@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-_MAX_BYTES = 4  # of a character
+_MAX_BYTES = 4  # UTF-8 has no longer characters.
 _BYTES_ALONE = "dcpmla.bytes_alone"
 # Letters of GPT-2's byte vocabulary: bytes that print are their own letters, the others follow from U+0100 on.
 _PRINTED = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
@@ -65,14 +65,14 @@ class TokenBytes(dict[int, bytes]):
         self.special = frozenset(token for token, each in added.items() if each.special)
 
     def __missing__(self, token_id: int) -> bytes:
-        self[token_id] = found = self._find(self._name(token_id), token_id)
-        return found
+        self[token_id] = own = self._find(self._name(token_id), token_id)
+        return own
 
     def first(self, token_id: int) -> bytes:
         """Return a token's bytes at the beginning of a text, where decoders drop a space."""
-        found, name = self[token_id], self._name(token_id) if self._is_word_piece or self._drops_spaces else None
+        name = self._name(token_id) if self._is_word_piece or self._drops_spaces else None
         if name is None:
-            return found.removeprefix(self._stripped)
+            return self[token_id].removeprefix(self._stripped)
         return name.encode() if self._is_word_piece else name.replace(self._space, "").encode()
 
     def _name(self, token_id: int) -> str | None:
@@ -106,7 +106,7 @@ def bytes_of(tokenizer: Any) -> TokenBytes:
 
 
 class Decoder:
-    """Incremental decoding of tokens after a prompt, of which only the last characters matter.
+    """Incremental decoding of the tokens after a prompt. Only the prompt's last characters matter.
 
     Args:
         skip_special_tokens: Whether special tokens have no text.

@@ -1,5 +1,6 @@
 """A request's cache on its way into a decode rank: for the engine (`Arrival`), and for the thread that reads
-(`Awaited`, with its `Source`)."""
+(`Awaited`, with its `Source`).
+"""
 
 from collections import deque
 from collections.abc import Callable, Sequence

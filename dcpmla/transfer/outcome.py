@@ -1,4 +1,4 @@
-"""A transfer on one rank: for the engine's thread (`Outcome`), and for the thread that moves (`Transfer`)."""
+"""A transfer on one rank: its end, which the engine reads (`Outcome`), and its rows (`Transfer`)."""
 
 import time
 from abc import ABC, abstractmethod
@@ -67,7 +67,7 @@ class Transfer(ABC, Generic[OutcomeT]):
         key: Key among the open transfers of a rank.
     """
 
-    noun: ClassVar[str]  # for the log
+    noun: ClassVar[str]  # The log uses it.
 
     def __init__(self, outcome: OutcomeT, key: Hashable) -> None:
         self.outcome, self.key = outcome, key

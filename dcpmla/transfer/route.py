@@ -158,7 +158,7 @@ def find_routes(source: CacheLayout, target: CacheLayout) -> dict[tuple[int, int
 
 @dataclass(eq=False)
 class PartList:
-    """The parts that one rank sends to another, which both of them list range by range, and last the state's.
+    """The parts that one rank sends to another. Both ranks list them: range by range, and last the state's.
 
     Attributes:
         name: Name of the other rank's transport.

@@ -48,9 +48,11 @@ class Side(ABC, Generic[TransferT]):
         device = transport.memory.device
         self._staging, self._stream = Staging(transport.memory), SideStream(device)
         self._calls: deque[Callable[[], None]] = deque()
-        self._routes: dict[str, dict[int, Route]] = {}  # by engine and rank that this one talks with
+        self._routes: dict[
+            str, dict[int, Route]
+        ] = {}  # keys: the engine, and each of its ranks that this one talks with
         self._transfers: dict[Hashable, TransferT] = {}
-        self._closing: list[tuple[Outcome, str]] = []  # with reasons; they end with their gathers or scatters
+        self._closing: list[tuple[Outcome, str]] = []  # Each ends, for its reason, with its last gather or scatter.
         self._logged: set[str] = set()
         self._worker = Worker(f"kv-transfer-{type(self).__name__.lower()}", device, self.poll, self._fail_all)
 

@@ -1,5 +1,6 @@
 """The interface of transports between ranks of two jobs (`Transport`), what those between processes share
-(`SlotTransport`), and the description of a job (`Peer`)."""
+(`SlotTransport`), and the description of a job (`Peer`).
+"""
 
 import json
 from abc import ABC, abstractmethod

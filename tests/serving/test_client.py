@@ -17,7 +17,19 @@ from dcpmla.serving.background import prepare
 from dcpmla.serving.client import Engine
 from dcpmla.serving.connections import Limits
 from dcpmla.serving.errors import ApiError
-from dcpmla.serving.messages import Abort, Output, Report, Seen, Started, Stop, Submit, merged, unpack_commands
+from dcpmla.serving.messages import (
+    Abort,
+    Output,
+    Report,
+    Seen,
+    Started,
+    Stop,
+    Stopped,
+    Submit,
+    merged,
+    pack,
+    unpack_commands,
+)
 from dcpmla.serving.metrics import Metrics
 from dcpmla.serving.outbox import Outbox
 from dcpmla.serving.settings import Settings
@@ -221,15 +233,26 @@ def test_outputs_that_wait_come_as_one() -> None:
     assert second == outputs[1]
 
 
+def follow(engine: Engine, *steps: list[Output]) -> None:
+    """Let an engine's end read reports of the ranks."""
+
+    async def listen() -> None:
+        engine.reader = asyncio.StreamReader()
+        reports = [Report(outputs, 0, 1, 0, 0.1, {}) for outputs in steps]
+        engine.reader.feed_data(b"".join(map(pack, [*reports, Stopped()])))
+        await engine.listen()
+
+    asyncio.run(listen())
+
+
 def test_a_stop_string_ends_a_request_in_front_of_the_ranks() -> None:
     """Whatever the ranks have sent after it is dropped, and they learn where the request ends."""
     engine, wire = make_engine(tokenizer=Letters())
     generation = engine.submit([[1, 2]], SamplingParams(stop=("CD",), logprobs=0, max_new_tokens=40), seconds=9)
     tokens = [0, 1, 2, 3, 4, 5]
     scores = [TokenLogprobs(token, -1.0, ()) for token in tokens]
-    for parts in ([0, 1], [2, 3, 4], [5]):
-        output = Output(0, "", tuple(parts), tuple(scores[part] for part in parts))
-        engine._hand_out(Report([output], 0, 1, 0, 0.1, dict.fromkeys(engine.metrics._totals, 0)))
+    parts = slice(0, 2), slice(2, 5), slice(5, 6)
+    follow(engine, *([Output(0, "", tuple(tokens[part]), tuple(scores[part]))] for part in parts))
     (whole,) = merged([generation.queue.get_nowait() for _ in range(generation.queue.qsize())])
     assert (whole.text, whole.token_ids, whole.finish_reason, whole.stop_string) == ("AB", (0, 1, 2, 3), "stop", "CD")
     assert (len(whole.logprobs), whole.offsets) == (4, (0, 1, 2, 3))
@@ -244,7 +267,5 @@ def test_the_ranks_hear_how_far_texts_are() -> None:
     engine.submit([[1, 2]], replace(params, stop=("?",)), seconds=9)
     engine.submit([[1, 2]], params, seconds=9)
     num_sent = len(wire.sent)
-    for _ in range(40):
-        outputs = [Output(0, "", (3,)), Output(1, "", (3,))]
-        engine._hand_out(Report(outputs, 0, 2, 0, 0.1, dict.fromkeys(engine.metrics._totals, 0)))
+    follow(engine, *([Output(0, "", (3,)), Output(1, "", (3,))] for _ in range(40)))
     assert wire.sent[num_sent:] == [Seen([0], [16]), Seen([0], [32])]

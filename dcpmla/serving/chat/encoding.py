@@ -16,7 +16,7 @@ class Encoding(ABC):
 
     Attributes:
         calls: Format of answers, in which calls of the history are written.
-        efforts: Text for each level of effort, that of None for the default; empty if levels are ignored.
+        efforts: Text for each level of effort; the key None is the default. Empty if levels are ignored.
         roles: Roles that messages may have.
         marks_systems: Whether a system's later messages are marked as such; otherwise they are a developer's.
         thinks_by_default: Whether the model reasons if a request does not say, as vLLM has it.
