@@ -1,6 +1,7 @@
 """The static memory that captured graphs read: a step's numbers and its tokens' inputs, padded to a size."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +32,16 @@ class _Views(NamedTuple):
     table: StepTable
     tokens: StepTokens
     inputs: Tensor
+
+
+class _Transfer(NamedTuple):
+    """The parts of static memory that a step's numbers go to: all words, the block ids among them [num_reqs,
+    max_blocks], and the part of the static table over which these are spread.
+    """
+
+    words: Tensor
+    blocks: Tensor
+    table: Tensor
 
 
 class GraphInputs:
@@ -65,6 +76,7 @@ class GraphInputs:
         self._hidden = torch.zeros(num_hidden, *input_like.shape, dtype=input_like.dtype, device=self._device)
         self._workspace = decode_workspace(self._device)
         self._views = {size: self._views_of(size, tables[size]) for size in sizes}
+        self._transfer = lru_cache(maxsize=64)(self._transfer_of)  # the same for many steps
 
     def clear(self, size: GraphSize) -> None:
         """Make all rows of a size padding."""
@@ -96,6 +108,7 @@ class GraphInputs:
         """
         blocks, rows = self._check(size, inputs, requests), None
         num_reqs, (sizes, _, table, _, target) = len(requests.query_lens), self._views[size]
+        transfer = self._transfer(size, *blocks.shape)
         if size.query_len and len(inputs) != num_reqs * size.query_len:
             inputs, rows = self._repeat_last(inputs, np.asarray(requests.query_lens), size.query_len)
         if sizes.num_segments:
@@ -104,9 +117,8 @@ class GraphInputs:
         comes_along = self._has_ids and inputs.is_cpu
         if comes_along:
             staged.numpy()[: 2 * len(inputs)].view(np.int64)[:] = inputs.numpy()  # faster than a tensor's views
-        self._memory[: len(staged)].copy_(staged, non_blocking=True)
-        there = self._memory[sizes.num_words : len(staged)].view(blocks.shape)
-        table.block_table[: blocks.shape[0], : blocks.shape[1]].copy_(there)
+        transfer.words.copy_(staged, non_blocking=True)
+        transfer.table.copy_(transfer.blocks)
         if not comes_along:
             target[: len(inputs)].copy_(inputs)
             if not self._has_ids:
@@ -186,6 +198,11 @@ class GraphInputs:
         inputs = self._memory[: sizes.num_ids].view(torch.int64) if self._has_ids else self._hidden[: size.num_tokens]
         words, tokens = self._memory[: sizes.num_words], self._tokens.front(size.num_tokens)
         return _Views(sizes, words, StepTable.of(words, sizes, block_table), tokens, inputs)
+
+    def _transfer_of(self, size: GraphSize, num_reqs: int, num_columns: int) -> _Transfer:
+        begin, end = self._views[size].sizes.num_words, self._views[size].sizes.num_words + num_reqs * num_columns
+        blocks = self._memory[begin:end].view(num_reqs, num_columns)
+        return _Transfer(self._memory[:end], blocks, self._views[size].table.block_table[:num_reqs, :num_columns])
 
     def _repeat_last(self, inputs: Tensor, query_lens: np.ndarray, query_len: int) -> tuple[Tensor, Tensor]:
         """Return the inputs of requests that are padded to query_len tokens with their last one, and the rows of those
