@@ -183,7 +183,8 @@ def pairs(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
 
 
 def plot(path: Path, rows: Sequence[Row], machine: str, versions: dict[str, str | None]) -> None:
-    """Draw this package's tokens/s / vLLM's and vLLM's times to the first token / this package's: a bar for each load.
+    """Draw this package's tokens/s / vLLM's and vLLM's times to the first token / this package's: a bar for each load,
+    of its last call, whose number it has.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -194,11 +195,12 @@ def plot(path: Path, rows: Sequence[Row], machine: str, versions: dict[str, str 
     for row, vllm in measured:
         load = f"{LOADS.get(row['load'], row['load'])}, steps of {row['max_num_batched_tokens']:,}"
         last[f"{row['model']}: {load}" if "," in models else load] = row, vllm
+    last = {f"{load} (call {row['call']})": (row, vllm) for load, (row, vllm) in last.items()}
     rate, delay = "output_tokens_per_second", "time_to_first_token_mean"
     speedups = {name: ours[rate] / vllm[rate] for name, (ours, vllm) in last.items()}
     delays = {name: vllm[delay] / ours[delay] for name, (ours, vllm) in last.items()}
     span = f"{min(speedups.values()):.2f} to {max(speedups.values()):.2f} x the tokens/s"
-    title = f"{models} on {machine}: {span} of vLLM {versions.get('vllm')}"
+    title = f"{models}, random weights, on {machine}: {span} of vLLM {versions.get('vllm')}"
     figure, axes = new_figure(title, 2, width=5.6)
     draw_bars(axes[0], speedups, "tokens/s, times vLLM's", "{:.2f}")
     draw_bars(axes[1], delays, "mean time to first token, vLLM's over dcpmla's", "{:.2f}")
