@@ -60,7 +60,7 @@ class DirectExchange:
         self._mailbox, self._landings = open_mailbox(
             group, device, landing_bytes, landing_bytes // 4, timeout, allocate
         )
-        self.fault, self.timeout, self._allocate = self._mailbox.fault, timeout, allocate
+        self.fault, self._allocate = self._mailbox.fault, allocate
         self._heads = self._new_windows(1, landing_bytes)
         self._context: _Windows | None = None
         self._collective = AllToAll(group)
@@ -133,7 +133,7 @@ class DirectExchange:
         Raises:
             PeerFault: A rank did not send its part in time.
         """
-        raise_fault(self.fault, self.timeout, self.group.group_name)
+        raise_fault(self.fault, self._mailbox.timeout, self.group.group_name)
 
     def _new_windows(self, num_windows: int, window_bytes: int) -> "_Windows":
         memory = self._allocate(num_windows * window_bytes + _FLAG_BYTES, self.group, self.device)

@@ -66,7 +66,7 @@ class DirectReduce:
         is_deterministic: bool = False,
     ) -> None:
         mailbox, self._landings = open_mailbox(group, device, landing_bytes, 0, timeout, allocate)
-        self.fault, self.timeout, self._group_name = mailbox.fault, timeout, group.group_name
+        self.fault = mailbox.fault
         squares = torch.zeros(landing_bytes // _FEWEST_ITEM_BYTES, dtype=torch.int64, device=device)
         self._memory, self._is_deterministic = SumMemory(squares, mailbox), is_deterministic
         wait_for_all(group, device)
@@ -85,7 +85,8 @@ class DirectReduce:
         return NormedRows.join(normed, *codes), new_residual
 
     def check(self) -> None:
-        raise_fault(self.fault, self.timeout, self._group_name)
+        mailbox = self._memory.mailbox
+        raise_fault(mailbox.fault, mailbox.timeout, mailbox.group_name)
 
 
 @operator(

@@ -49,7 +49,7 @@ def check_late_rank() -> None:
     sound, check = step()
     check()
     if rank == 3:
-        exchange.timeout, exchange._mailbox = TIMEOUT, exchange._mailbox._replace(timeout=TIMEOUT)
+        exchange._mailbox = exchange._mailbox._replace(timeout=TIMEOUT)
     hidden, check = step(is_late=True)
     words = r"^gather_heads failed on rank 3 of the group \[2, 3\]: nothing came from rank 2 for 2 s, in exchange 5$"
     assert not torch.equal(hidden, sound), "every rank has a wrong sum"
