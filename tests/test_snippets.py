@@ -121,18 +121,6 @@ def test_the_stream_s_example() -> None:
     assert other.stdout == ""
 
 
-def test_the_walk_through_the_code_names_what_is_there() -> None:
-    """`path.py: name, Class.method` in docs/structure.md, and every path in it."""
-    page = (ROOT / "docs" / "structure.md").read_text()
-    references = re.findall(r"`((?:[\w]+/)*\w+\.py)(?:: ([\w., ]+))?`", page)
-    assert len(references) > 40
-    for path, names in references:
-        file = next((file for file in (ROOT / "dcpmla" / path, ROOT / path) if file.is_file()), None)
-        assert file is not None, f"{path} is not there"
-        for name in filter(None, re.split(r"[., ]+", names)):
-            assert re.search(rf"^ *(def|class) {name}\b|^{name}\b.* = ", file.read_text(), re.MULTILINE), (path, name)
-
-
 def test_the_page_of_variables_lists_what_is_read() -> None:
     page, pattern = (ROOT / "docs" / "environment.md").read_text(), r'environ(?:\.\w+)?[\[(]"(\w+)"'
     read = {name for file in (ROOT / "dcpmla").rglob("*.py") for name in re.findall(pattern, file.read_text())}
