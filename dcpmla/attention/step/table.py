@@ -138,12 +138,13 @@ class TableSizes(NamedTuple):
     @property
     def columns(self) -> list[slice]:
         """Return the words of each column of `StepTable` but the block table."""
-        return _columns(self)
+        num_pieces = PieceSizes(self.num_reqs, self.num_tokens).columns[-1].stop if self.has_pieces else 0
+        return _columns(self.num_ids, self.num_reqs, self.num_segments, num_pieces)
 
     @property
     def num_words(self) -> int:
         """Return the words of ids and columns, a multiple of 4."""
-        return (_columns(self)[-1].stop // _ALIGNMENT + 1) * _ALIGNMENT
+        return (self.columns[-1].stop // _ALIGNMENT + 1) * _ALIGNMENT
 
 
 class StepTable(NamedTuple):
@@ -252,11 +253,9 @@ class StepTable(NamedTuple):
 
 
 @lru_cache(maxsize=512)
-def _columns(sizes: TableSizes) -> list[slice]:
+def _columns(num_ids: int, reqs: int, segments: int, num_pieces: int) -> list[slice]:
     """Return the words of each column but the block table; each begins at a multiple of 16 bytes."""
-    reqs, segments = sizes.num_reqs, sizes.num_segments
-    num_pieces = PieceSizes(reqs, sizes.num_tokens).columns[-1].stop if sizes.has_pieces else 0
-    lengths = sizes.num_ids, *[reqs] * 6, reqs + 1, reqs + 1, reqs, segments + 1, segments, 1, num_pieces
+    lengths = num_ids, *[reqs] * 6, reqs + 1, reqs + 1, reqs, segments + 1, segments, 1, num_pieces
     return aligned_slices(lengths, _ALIGNMENT)[1:]
 
 
