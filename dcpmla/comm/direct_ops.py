@@ -112,7 +112,7 @@ def gather(q: Tensor, mailbox: Mailbox, is_fp8: bool, operation: str) -> Tensor:
             COLUMNS=tiling.columns,
             IS_FP8=is_fp8,
             num_warps=1,
-            **sizes(size, tiling.num_programs),
+            **sizes(size),
         )
     return gathered
 
@@ -175,7 +175,7 @@ def _launch_combine(
         IS_FP8=is_fp8,
         IS_SENT=is_sent,
         num_warps=1,
-        **sizes(size, tiling.num_programs),
+        **sizes(size),
     )
 
 
@@ -221,13 +221,11 @@ def _turns(num_tokens: int, token_bytes: int, token_words: int, landing_bytes: i
         yield slice(first, min(first + at_once, num_tokens))
 
 
-def sizes(size: int, num_programs: int) -> dict[str, int]:
-    """Return the constants of all kernels: the ranks of the group, and the counters of a launch's programs.
-
-    SHARE is the number of counters per program, and like PEERS rounded up to a power of two.
+def sizes(size: int) -> dict[str, int]:
+    """Return the constants of all kernels: the ranks of the group, also rounded up to a power of two, and the
+    counters of programs.
     """
-    peers, share = triton.next_power_of_2(size), triton.next_power_of_2(-(-NUM_PROGRAMS // num_programs))
-    return {"SIZE": size, "PEERS": peers, "PROGRAMS": NUM_PROGRAMS, "SHARE": share}
+    return {"SIZE": size, "PEERS": triton.next_power_of_2(size), "PROGRAMS": NUM_PROGRAMS}
 
 
 def milliseconds(seconds: float) -> int:

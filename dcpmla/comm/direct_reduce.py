@@ -179,6 +179,6 @@ def _reduce(
             COLUMNS=columns,
             TILES=triton.next_power_of_2(tiles),
             num_warps=1,
-            **sizes(size, num_programs),
+            **sizes(size),
             IN_ORDER=is_in_order and size > 2,  # two terms have one order
         )

@@ -57,5 +57,5 @@ def place(rows: Tensor, targets: Tensor | None, window: Window, operation: str) 
         COLUMNS=columns,
         THREADS=_THREADS,
         num_warps=_THREADS // 32,
-        **sizes(len(mailbox.addresses), num_programs),
+        **sizes(len(mailbox.addresses)),
     )

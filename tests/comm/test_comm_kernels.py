@@ -128,7 +128,7 @@ def test_landings_compile_for_hopper(dtype: str, carrier: str, is_fp8: bool, siz
     from dcpmla.comm.kernels.exchange import combine_kernel, gather_kernel
 
     peers = triton.next_power_of_2(size)
-    common = {"SIZE": size, "PEERS": peers, "COLUMNS": 128, "IS_FP8": is_fp8, "PROGRAMS": 2048, "SHARE": 4}
+    common = {"SIZE": size, "PEERS": peers, "COLUMNS": 128, "IS_FP8": is_fp8, "PROGRAMS": 2048}
     rows = {"q_ptr": f"*{carrier}", "gathered_ptr": f"*{dtype}", "out_ptr": f"*{carrier}", "merged_ptr": f"*{dtype}"}
     lses = {"lse_ptr": "*fp32", "merged_lse_ptr": "*fp32"}
     for kernel, constants, num_words in (
@@ -149,7 +149,7 @@ def test_window_compiles_for_hopper(carrier: str, size: int) -> None:
     """Rows travel 16 bytes a thread, between flags that other GPUs see."""
     from dcpmla.comm.kernels.window import place_kernel
 
-    common = {"SIZE": size, "PEERS": triton.next_power_of_2(size), "THREADS": 128, "PROGRAMS": 2048, "SHARE": 4}
+    common = {"SIZE": size, "PEERS": triton.next_power_of_2(size), "THREADS": 128, "PROGRAMS": 2048}
     context = {"OPERATION": 2, "WIDTH": 576, "ROWS": 16, "COLUMNS": 64}
     heads = {"OPERATION": 0, "WIDTH": 9216, "ROWS": 1, "COLUMNS": 1024, "targets_ptr": None}
     for constants in (context, heads):

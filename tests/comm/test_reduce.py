@@ -191,7 +191,7 @@ def test_kernels_compile_for_hopper(kernel: str, size: int, columns: int, is_det
     names = ("residual_ptr", "weight_ptr", "normed_ptr", "sums_ptr")
     types = {**DIRECT, **dict.fromkeys(names, "*bf16"), "partial_ptr": "*i16", "squares_ptr": "*i64", "eps": "fp32"}
     types |= {"codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
-    constants = {"WIDTH": 7168, "SIZE": size, "PEERS": peers, "COLUMNS": columns, "PROGRAMS": 2048, "SHARE": 4}
+    constants = {"WIDTH": 7168, "SIZE": size, "PEERS": peers, "COLUMNS": columns, "PROGRAMS": 2048}
     constants["IN_ORDER"], constants["TILES"] = is_deterministic, 1 << (tiles - 1).bit_length()
     ptx = compile_for_hopper(getattr(kernels, f"{kernel}_kernel"), types, constants, ALIGNED, num_warps=1)
     assert "st.global.v4.b32" in ptx

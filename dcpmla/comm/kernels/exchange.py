@@ -43,7 +43,6 @@ def gather_kernel(
     COLUMNS: tl.constexpr,
     IS_FP8: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    SHARE: tl.constexpr,
 ):
     """Gather rows [T, WIDTH] of each rank -> [T, SIZE, WIDTH].
 
@@ -75,7 +74,7 @@ def gather_kernel(
         if IS_FP8:
             tl.store(peer_scales + own * tiles + tile, tl.broadcast_to(as_word(scale, epoch), [PEERS]), mask=is_peer)
 
-    deadline = count_exchange(epoch, state_ptr, limit, PROGRAMS, SHARE)
+    deadline = count_exchange(epoch, state_ptr, limit, PROGRAMS)
     for item in range(first, last):
         token, tile = tl.cast(item // tiles, tl.int64), item % tiles
         column = tile * COLUMNS + tl.arange(0, COLUMNS)
@@ -126,7 +125,6 @@ def combine_kernel(
     IS_FP8: tl.constexpr,
     IS_SENT: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    SHARE: tl.constexpr,
 ):
     """Merge partial rows [T, SIZE h, WIDTH] of each rank -> rows [T, h, WIDTH] of its own heads.
 
@@ -166,7 +164,7 @@ def combine_kernel(
         if IS_FP8:
             tl.store(peer_scales + own * tiles + tile, as_word(scale, epoch), mask=is_peer)
 
-    deadline = count_exchange(epoch, state_ptr, limit, PROGRAMS, SHARE)
+    deadline = count_exchange(epoch, state_ptr, limit, PROGRAMS)
     for item in range(first, last):
         row, tile = tl.cast(item // tiles, tl.int64), item % tiles
         column = tile * COLUMNS + tl.arange(0, COLUMNS)

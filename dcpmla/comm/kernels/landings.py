@@ -22,6 +22,7 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 NUM_PROGRAMS = 2048  # maximum per launch: each program reads the epoch from a counter of its own
+_COUNTERS = tl.constexpr(32)  # that a program updates at once, one a thread
 _FP8_MAX = tl.constexpr(448.0)  # largest number of e4m3
 
 
@@ -38,7 +39,7 @@ def next_epoch(state_ptr):
 
 
 @triton.jit
-def count_exchange(epoch, state_ptr, limit, PROGRAMS: tl.constexpr, SHARE: tl.constexpr):
+def count_exchange(epoch, state_ptr, limit, PROGRAMS: tl.constexpr):
     """Count this exchange, and return its deadline.
 
     Kernels over landings call this after they have stored their rows, so that the stores need not wait for it. A
@@ -46,8 +47,11 @@ def count_exchange(epoch, state_ptr, limit, PROGRAMS: tl.constexpr, SHARE: tl.co
     exchange waits.
     """
     tl.debug_barrier()  # all warps must have loaded the epoch before any warp updates it
-    counter = tl.program_id(0) + tl.num_programs(0) * tl.arange(0, SHARE)
-    tl.store(state_ptr + counter, tl.zeros([SHARE], tl.int32) + epoch, mask=counter < PROGRAMS)
+    count, step = tl.zeros([_COUNTERS], tl.int32) + epoch, tl.num_programs(0)
+    # A loop, because a share as a constant would make a variant of each kernel for each number of programs.
+    for first in range(tl.program_id(0), PROGRAMS, step * _COUNTERS):
+        counter = first + step * tl.arange(0, _COUNTERS)
+        tl.store(state_ptr + counter, count, mask=counter < PROGRAMS)
     has_failed = tl.load(state_ptr + PROGRAMS)
     return now() + tl.where(has_failed != 0, 0, tl.cast(limit, tl.int64) * 1000000)
 

@@ -43,7 +43,6 @@ def one_shot_kernel(
     COLUMNS: tl.constexpr,
     TILES: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    SHARE: tl.constexpr,
     IN_ORDER: tl.constexpr,
 ):
     """Store the items of this rank's rows at all ranks; sum and norm all ranks'. A program handles `items` items."""
@@ -64,7 +63,7 @@ def one_shot_kernel(
         x = tl.broadcast_to(tl.where(x == -1, -2, x), [PEERS, COLUMNS])  # both are NaN
         tl.store(theirs + in_landing(rank * num_items + item + one, COLUMNS), x, mask=is_peer & is_column)
 
-    deadline = count_exchange(epoch, state_ptr, limit, PROGRAMS, SHARE)
+    deadline = count_exchange(epoch, state_ptr, limit, PROGRAMS)
     for item in range(first, last):
         at, is_column = columns_of(item + one, WIDTH, COLUMNS)
         landed, mask = mine + in_landing(peer * num_items + item, COLUMNS), is_peer & is_column
@@ -105,7 +104,6 @@ def two_shot_kernel(
     COLUMNS: tl.constexpr,
     TILES: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    SHARE: tl.constexpr,
     IN_ORDER: tl.constexpr,
 ):
     """Store items at their owners, which sum them, add the residual and store the sums at all ranks; norm all items.
@@ -133,7 +131,7 @@ def two_shot_kernel(
         x = tl.where(x == -1, -2, x)  # both are NaN
         tl.store(theirs + in_landing(rank * num_units + unit + one, COLUMNS), x, mask=mask)
 
-    deadline = count_exchange(epoch, state_ptr, limit, PROGRAMS, SHARE)
+    deadline = count_exchange(epoch, state_ptr, limit, PROGRAMS)
     for unit in range(first, last):
         item = unit * SIZE + rank + one
         at, is_column = columns_of(item, WIDTH, COLUMNS)

@@ -65,14 +65,13 @@ def place_kernel(
     COLUMNS: tl.constexpr,
     THREADS: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    SHARE: tl.constexpr,
 ):
     """Store row n of rows [N, WIDTH] as row targets[n] of a window in each rank's memory.
 
     A row whose target is -1 is not stored. Without targets, row n becomes row n SIZE + rank.
     """
     epoch = next_epoch(state_ptr)
-    deadline = count_exchange(epoch, state_ptr, limit, PROGRAMS, SHARE)
+    deadline = count_exchange(epoch, state_ptr, limit, PROGRAMS)
     exchange = (epoch, deadline, rank, flags_at, addresses_ptr, state_ptr, fault_ptr)
     # A rank may read its window until it reaches this point.
     _meet(0, exchange, OPERATION, SIZE, PEERS, THREADS, PROGRAMS)
