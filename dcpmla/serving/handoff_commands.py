@@ -1,31 +1,14 @@
 """Commands on transfers between jobs, as every rank follows them."""
 
 import logging
-from base64 import b64decode, b64encode
 from collections.abc import Mapping
 
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.request import Request, TokenLogprobs
-from dcpmla.serving.transfer_messages import Connect, Disconnect, First, Lose, Pull
-from dcpmla.transfer.layout import CacheLayout
+from dcpmla.serving.messages import Connect, Disconnect, First, Lose, Pull
 from dcpmla.transfer.transport import Peer
 
 _logger = logging.getLogger(__name__)
-
-
-def connect_of(peer: Peer) -> Connect:
-    """Return the message that has a job's name, layout and agents."""
-    return Connect(peer.engine, peer.layout.to_json(), [b64encode(agent).decode() for agent in peer.agents])
-
-
-def peer_of(command: Connect) -> Peer:
-    """Return the job of a message.
-
-    Raises:
-        ValueError: The layout is none, or the agents are no base64.
-    """
-    agents = [b64decode(agent, validate=True) for agent in command.agents]
-    return Peer(command.engine, CacheLayout.from_json(command.layout), agents)
 
 
 def follow(
@@ -41,7 +24,7 @@ def follow(
     match command:
         case Connect():
             try:
-                handoffs.connect(peer_of(command))
+                handoffs.connect(Peer(command.engine, command.layout, command.agents))
             except ValueError as error:  # the HTTP process has compared the layouts, so this does not happen
                 _logger.error("the ranks do not connect to engine %s: %s", command.engine, error)
         case Disconnect():

@@ -14,10 +14,11 @@ from dcpmla.runtime.in_flight import StepEvents
 from dcpmla.runtime.offload import Offload
 from dcpmla.runtime.request import Request, TokenLogprobs
 from dcpmla.serving.frontend import Frontend
-from dcpmla.serving.handoff_commands import connect_of, follow, take_first, transfer_totals
+from dcpmla.serving.handoff_commands import follow, take_first, transfer_totals
 from dcpmla.serving.messages import (
     Abort,
     Close,
+    Connect,
     Drain,
     Output,
     Report,
@@ -26,9 +27,9 @@ from dcpmla.serving.messages import (
     Stop,
     Stopped,
     Submit,
+    Wanted,
     unpack_commands,
 )
-from dcpmla.serving.transfer_messages import Wanted
 from dcpmla.transfer.transport import Peer
 
 _POLL = 0.005  # seconds between two steps that only look at transfers
@@ -66,9 +67,9 @@ class ServingLoop:
             self._engine.post(self._news())
             try:
                 events = self._engine.step()
-            except ValueError as error:  # every request has been checked by then, so the traceback is wanted
+                self._follow(events.news)
+            except ValueError as error:  # Requests are checked, commands well-formed: the traceback is wanted.
                 raise RuntimeError("serving failed") from error
-            self._follow(events.news)
             for each in (events, self._engine.take_events()):  # commands may bring tokens of other jobs
                 self._take(each)
             self._report()
@@ -114,7 +115,7 @@ class ServingLoop:
                     if request is not None:
                         self._engine.stop(request, command.num_tokens)
                 case Seen():
-                    for request_id, num_tokens in zip(command.request_ids, command.nums_tokens, strict=True):
+                    for request_id, num_tokens in command.nums_tokens.items():
                         if request_id in self._requests:
                             self._requests[request_id].num_seen_tokens = num_tokens
                 case Close():
@@ -214,8 +215,7 @@ def started(engine: Engine, files: ModelFiles, link: Peer | None = None) -> Star
     sizes = engine.cache.sizes
     num_cache_tokens = sizes.num_blocks * sizes.block_tokens
     return Started(
-        files.tokenizer,
-        files.no_tokenizer,
+        str(files.directory),
         engine.model.vocab_size,
         min(engine.max_model_len, num_cache_tokens),
         engine.scheduler.max_num_seqs,
@@ -225,7 +225,7 @@ def started(engine: Engine, files: ModelFiles, link: Peer | None = None) -> Star
         read_encoder(files.directory),
         eos_token_ids=engine.grammars.eos_token_ids,
         no_grammars=engine.grammars.load(),
-        link=None if link is None else connect_of(link),
+        link=None if link is None else Connect(*link),
     )
 
 

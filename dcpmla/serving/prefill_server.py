@@ -1,19 +1,16 @@
 """A prefill server as a decode server's HTTP process knows it (`PrefillServer`)."""
 
 import asyncio
-import json
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 import httpx2
+import msgspec
 
 from dcpmla.runtime.request import TokenLogprobs
-from dcpmla.serving.handoff_commands import peer_of
-from dcpmla.serving.outbox import Outbox
-from dcpmla.serving.transfer_messages import Connect, Disconnect, Wanted, token_of
+from dcpmla.serving.client import Engine
+from dcpmla.serving.messages import Connect, Disconnect, Wanted
 
 LOST = 15.0  # seconds without an answer of /health after which a server counts as lost
 _PERIOD = 3.0  # seconds between two questions for its health
@@ -31,23 +28,16 @@ class PrefillServer:
     Args:
         url: Address of the server.
         client: HTTP client with the servers' key.
-        own: This job; None until its ranks are ready.
-        outbox: Commands for this job's ranks, which connect to the server's job after each of its starts.
+        engine: This job, whose ranks connect to the server's job after each of its starts.
     Attributes:
         engine: Name of the server's job; empty while it is not connected.
         secret: Secret of the server's proofs (`proof_of`), while it is connected.
         num_open: Prompts that it computes for this server.
     """
 
-    def __init__(
-        self,
-        url: str,
-        client: httpx2.AsyncClient,
-        own: Callable[[], Connect | None],
-        outbox: Outbox,
-    ) -> None:
+    def __init__(self, url: str, client: httpx2.AsyncClient, engine: Engine) -> None:
         self.url, self.engine, self.secret, self.num_open = url, "", "", 0
-        self._client, self._own, self._outbox = client, own, outbox
+        self._client, self._here = client, engine
         self._is_healthy = False
         self._connecting = asyncio.Lock()
         self._lost = asyncio.Event()  # the connected job is lost
@@ -84,17 +74,16 @@ class PrefillServer:
             RefusedPromptError: No server would take the prompt.
             ConnectionError: This server does not compute it.
         """
-        own = self._own()
+        own = self._here.link
         assert own is not None
         body = {
             "handoff": handoff,
             "engine": own.engine,
             "prompt_token_ids": request.prompt_token_ids,
-            "params": asdict(request.params),
+            "params": request.params,
             "cache_salt": request.cache_salt or None,
         }
-        content = json.dumps(body, separators=(",", ":")).encode()
-        del body
+        content = msgspec.json.encode(body)
         answer = asyncio.ensure_future(self._ask(content))
         tasks: list[asyncio.Future[Any]] = [answer, asyncio.ensure_future(self._lost.wait())]
         self.num_open += 1
@@ -102,7 +91,7 @@ class PrefillServer:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 raise ConnectionError("the server is lost")
-            return token_of(answer.result()["token"])
+            return msgspec.convert(answer.result()["token"], TokenLogprobs)
         except (httpx2.HTTPError, KeyError, TypeError, ValueError) as error:
             raise ConnectionError(f"{type(error).__name__}: {error}") from error
         finally:
@@ -126,23 +115,22 @@ class PrefillServer:
 
     async def _connect(self) -> None:
         """Exchange layouts and agents with the server's job."""
-        own = self._own()
+        own = self._here.link
         if own is None:
             return
-        answer = await self._client.post(f"{self.url}/kv/connect", json=vars(own), timeout=LOST)
+        answer = await self._client.post(f"{self.url}/kv/connect", json=own.json_fields(), timeout=LOST)
         if answer.status_code != 200:
             self._say(f"status {answer.status_code} of /kv/connect: {_reason(answer)}")
             return
         try:
             content = answer.json()
-            secret, other = str(content.pop("secret")), Connect(**content)
-            peer = peer_of(other)
-            peer.layout.check_matches(peer_of(own).layout)
+            secret, other = str(content.pop("secret")), Connect.of(content)
+            other.layout.check_matches(own.layout)
         except (KeyError, TypeError, ValueError) as error:
             self._say(f"its answer of /kv/connect is wrong: {error}")
             return
         self.engine, self.secret, self._lost = other.engine, secret, asyncio.Event()
-        self._outbox.send(other)
+        self._here.outbox.send(other)
         self._say("connected")
 
     def _lose(self, reason: str) -> None:
@@ -150,7 +138,7 @@ class PrefillServer:
         self._is_healthy = False
         self._say(reason)
         if self.engine:
-            self._outbox.send(Disconnect(self.engine))
+            self._here.outbox.send(Disconnect(self.engine))
             self.engine = ""
             self._lost.set()
 

@@ -10,9 +10,8 @@ import httpx2
 import numpy as np
 
 from dcpmla.serving.client import Engine
-from dcpmla.serving.messages import Started
+from dcpmla.serving.messages import First, Lose, Pull, Wanted
 from dcpmla.serving.prefill_server import PrefillServer, RefusedPromptError
-from dcpmla.serving.transfer_messages import Connect, First, Lose, Pull, Wanted
 
 _BEGINNING = 256  # tokens of a prompt that decide which server has probably cached them
 _SPARE = 4  # open prompts by which the server of a beginning may exceed the least busy one
@@ -41,11 +40,10 @@ class Prefills:
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
         self._client = httpx2.AsyncClient(headers=headers, timeout=timeout, limits=limits, transport=transport)
         self._engine = engine
-        self._own: Connect | None = None
-        self.servers = [PrefillServer(url.rstrip("/"), self._client, lambda: self._own, engine.outbox) for url in urls]
+        self.servers = [PrefillServer(url.rstrip("/"), self._client, engine) for url in urls]
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._tried: dict[int, list[str]] = {}  # servers of each open request that was wanted, the latest one last
-        engine.on_start, engine.on_wanted, engine.on_end = self._start, self._want, self._forget
+        engine.on_wanted, engine.on_end = self._want, self._forget
 
     async def run(self) -> None:
         """Watch the servers until this is cancelled."""
@@ -76,9 +74,6 @@ class Prefills:
         preferred = max(ready, key=lambda server: sha256(key + server.url.encode()).digest())
         least = min(ready, key=lambda server: server.num_open)
         return preferred if preferred.num_open <= 2 * least.num_open + _SPARE else least
-
-    def _start(self, started: Started) -> None:
-        self._own = started.link
 
     def _want(self, request: Wanted) -> None:
         """Give a request to a server; a second time, its transfer from the previous one has failed."""

@@ -3,7 +3,6 @@
 import asyncio
 import json
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from dcpmla.cli.serve import _read_template
 from dcpmla.integrations.model_files import read_encoder, read_model_type
 from dcpmla.serving.anthropic_body import MessagesBody
+from dcpmla.serving.background import Prepared
 from dcpmla.serving.chat_body import ChatBody, ChatRequest
 from dcpmla.serving.chats import Chats
 from dcpmla.serving.control_tokens import CUT, ControlTokens
@@ -35,9 +35,9 @@ EITHER = "{{ call.function.arguments if call.function.arguments is string else c
 CALLS = "{% for m in messages %}{% for call in m.tool_calls or [] %}ARGUMENTS{% endfor %}{% endfor %}"
 
 
-def model(template: str | None = None, model_type: str = "") -> Started:
+def model(template: str | None = None, model_type: str = "", text_type: str = "") -> Prepared:
     tokenizer = scripted_tokenizer(template or TEMPLATE)
-    return Started(tokenizer, "", len(tokenizer), 10_000, 4, 10_000, model_type)
+    return Prepared(Started("", len(tokenizer), 10_000, 4, 10_000, model_type, text_type), tokenizer)
 
 
 CHATS = Chats(model())
@@ -117,7 +117,7 @@ def test_a_published_encoding_in_place_of_a_template() -> None:
 @pytest.mark.parametrize(("model_type", "thinks"), [("deepseek_v32", False), ("deepseek_v4", True), ("kimi_k3", True)])
 def test_reasoning_of_a_published_encoding_by_default(model_type: str, thinks: bool) -> None:
     """As vLLM has it. Kimi-K3's text model has another type."""
-    without = replace(model(), model_type=model_type, text_type="kimi_linear")
+    without = model(model_type=model_type, text_type="kimi_linear")
     without.tokenizer.chat_template = None
     chats, user = Chats(without), [{"role": "user", "content": "hi"}]
 

@@ -13,7 +13,7 @@ import dcpmla.serving.client as client_module
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.app import Api
-from dcpmla.serving.background import prepare
+from dcpmla.serving.background import Prepared, prepare
 from dcpmla.serving.client import Engine
 from dcpmla.serving.connections import Limits
 from dcpmla.serving.errors import ApiError
@@ -47,10 +47,11 @@ class Wire:
         self.sent += unpack_commands(packed)
 
 
-def make_engine(**changes: Any) -> tuple[Engine, Wire]:
+def make_engine(tokenizer: Any = None, **changes: int) -> tuple[Engine, Wire]:
     wire: Any = Wire()
     engine = Engine(wire, Outbox(wire), 1, Metrics())
-    engine.model = replace(Started(None, "none is there", 100, 50, 2, 100), **changes)
+    sizes = {"vocab_size": 100, "max_model_len": 50, "max_num_seqs": 2, "num_cache_tokens": 100}
+    engine.prepared = Prepared(Started("", **{**sizes, **changes}), tokenizer, "none is there")
     return engine, wire
 
 
@@ -111,7 +112,7 @@ def test_open_prompts_have_a_limit_of_tokens(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_abandoned_requests_that_were_not_sent_are_dropped() -> None:
     engine, wire = make_engine(max_model_len=1 << 22, num_cache_tokens=1 << 22)
-    sent = engine.submit([[1] * (1 << 21)], SamplingParams(), 9)
+    sent = engine.submit([[1 << 20] * (1 << 21)], SamplingParams(), 9)
     unsent = engine.submit([[2] * 9], SamplingParams(), 9, num_choices=2)
     engine.abandon(unsent)
     engine.abandon(sent)
@@ -268,4 +269,4 @@ def test_the_ranks_hear_how_far_texts_are() -> None:
     engine.submit([[1, 2]], params, seconds=9)
     num_sent = len(wire.sent)
     follow(engine, *([Output(0, "", (3,)), Output(1, "", (3,))] for _ in range(40)))
-    assert wire.sent[num_sent:] == [Seen([0], [16]), Seen([0], [32])]
+    assert wire.sent[num_sent:] == [Seen({0: 16}), Seen({0: 32})]

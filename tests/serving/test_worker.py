@@ -17,8 +17,8 @@ def prepared(model: str) -> str:
     return model.upper()
 
 
-def joined(model: str, *args: Any) -> list[Any]:
-    return [model, *args]
+def joined(model: str, number: int, text: str) -> list[Any]:
+    return [model, number, text]
 
 
 def parent(model: str) -> int:
@@ -60,10 +60,10 @@ def test_limits_end_a_function_and_nothing_else(function: Any, capfd: pytest.Cap
     async def calls() -> Any:
         with pytest.raises(LimitError):
             await own.call("m", function)
-        return await own.call("m", joined)
+        return await own.call("m", joined, 1, "")
 
     own = Worker(prepared)
-    assert asyncio.run(calls()) == ["M"]
+    assert asyncio.run(calls()) == ["M", 1, ""]
     assert ("KeyError: 'a mistake'" in capfd.readouterr().err) == (function is fail)
 
 
@@ -73,12 +73,12 @@ def test_another_process_follows_one_that_was_killed() -> None:
         os.kill(first, signal.SIGKILL)
         while Path(f"/proc/{first}/stat").read_text().split(")")[1].split()[0] != "Z":
             await asyncio.sleep(0.01)
-        return first, await own.call("m", parent), await own.call("m", joined)
+        return first, await own.call("m", parent), await own.call("m", joined, 1, "")
 
     own = Worker(prepared)
     first, second, answer = asyncio.run(calls())
     assert first != second
-    assert answer == ["M"]
+    assert answer == ["M", 1, ""]
 
 
 def test_functions_end_with_their_callers(tmp_path: Path) -> None:
@@ -91,18 +91,18 @@ def test_functions_end_with_their_callers(tmp_path: Path) -> None:
         while not all(path.exists() and path.read_text() for path in paths[:num_permits]):
             await asyncio.sleep(0.01)
         worker.CLIENT.set("another")
-        assert await own.call("m", joined) == ["M"]
+        assert await own.call("m", joined, 1, "") == ["M", 1, ""]
         for task in tasks:
             task.cancel()
         worker.CLIENT.set("")
-        answer = await own.call("m", joined)
+        answer = await own.call("m", joined, 1, "")
         pids = [int(path.read_text()) for path in paths if path.exists()]
         while any(Path(f"/proc/{pid}").exists() for pid in pids):
             await asyncio.sleep(0.01)
         return answer, len(pids)
 
     own = Worker(prepared)
-    assert asyncio.run(calls()) == (["M"], num_permits)
+    assert asyncio.run(calls()) == (["M", 1, ""], num_permits)
 
 
 def test_permits_are_given_in_the_order_of_arrival() -> None:
