@@ -1,4 +1,4 @@
-"""Messages between the HTTP process and the ranks, and how they travel: typed structs in msgpack, each after its length.
+"""Messages between the HTTP process and the ranks, typed structs that travel as msgpack, each after its length.
 
 Clients may attack the HTTP process, and even if they took it over, no rank would run their code: a command is numbers
 and texts, and is refused unless they have the types of its fields. All ranks read the same bytes, so they refuse alike.

@@ -148,6 +148,7 @@ OUTPUTS = st.builds(
     NUMBERS,
     st.lists(TOKENS, max_size=3).map(tuple),
     error=TEXTS,
+    offsets=st.lists(NUMBERS, max_size=5).map(tuple),
 )
 PARAMETERS = st.builds(
     SamplingParams,
