@@ -4,12 +4,11 @@ import asyncio
 import time
 from asyncio import StreamReader
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from dcpmla.integrations.tokenizer import load_tokenizer
 from dcpmla.runtime.sampling import SamplingParams
@@ -175,11 +174,9 @@ class Engine:
             self._open |= dict.fromkeys(request_ids, generation)
             generation.indices |= {request_id: index for index, request_id in enumerate(request_ids, first)}
             seeds = [params.for_prompt(index).seed for index in range(first, first + num_choices)]
-            if move.handoff:
-                seeds = [params.seed]
             own = params.at_most(prepared.model.max_model_len - len(prompt))
-            if move.handoff:  # The other job looks for stop strings.
-                own = replace(own, stop=())
+            if move.handoff:  # The other job looks for stop strings, and draws from the same stream.
+                own, seeds = replace(own, stop=()), [params.seed]
             if prepared.tokenizer is not None:
                 generation.texts |= {each: RequestText(prepared.tokenizer, own, prompt) for each in request_ids}
             self.outbox.submit(Submit(request_ids, seeds, prompt, own, cache_salt, move))
@@ -188,12 +185,11 @@ class Engine:
 
     def abandon(self, generation: "Generation") -> None:
         """Abort the unfinished requests of a generation."""
-        unfinished = [request_id for request_id in generation.indices if self._open.pop(request_id, None) is not None]
+        unfinished = [request_id for request_id in generation.indices if request_id in self._open]
         for request_id in unfinished:
-            self.on_end(request_id)
-        self.outbox.abort(unfinished)
-        for _ in unfinished:
+            self._end(request_id)
             self.metrics.finished("abort")
+        self.outbox.abort(unfinished)
         self._num_tokens -= generation.num_tokens
         generation.num_tokens = 0
 
@@ -203,10 +199,8 @@ class Engine:
 
     def refuse(self, request_id: int, reason: str) -> None:
         """End an open request as one that the engine refuses."""
-        generation = self._open.pop(request_id)
         self.outbox.abort([request_id])
-        generation.take(Output(request_id, error=reason))
-        self.on_end(request_id)
+        self._end(request_id).take(Output(request_id, error=reason))
 
     def close(self) -> None:
         """Abort all requests, and let the ranks end."""
@@ -237,11 +231,14 @@ class Engine:
         self.has_failed = True
         self._end_all("error")
 
+    def _end(self, request_id: int) -> "Generation":
+        """Close an open request; return its generation."""
+        self.on_end(request_id)
+        return self._open.pop(request_id)
+
     def _end_all(self, reason: str) -> None:
-        for request_id, generation in self._open.items():
-            generation.queue.put_nowait(Output(request_id, finish_reason=reason))
-            self.on_end(request_id)
-        self._open.clear()
+        for request_id in [*self._open]:
+            self._end(request_id).queue.put_nowait(Output(request_id, finish_reason=reason))
 
     async def _messages(self) -> AsyncIterator[RanksMessage]:
         while True:
@@ -268,14 +265,13 @@ class Engine:
                 elif num_tokens := text.news():
                     seen[request_id] = num_tokens
             if output.finish_reason or output.error:
-                del self._open[request_id]
-                self.on_end(request_id)
+                self._end(request_id)
             generation.take(output)
         if seen:
             self.outbox.send(Seen(seen))
 
 
-class Generation:
+class Generation(AbstractContextManager["Generation"]):
     """The answers to the prompts of one HTTP request.
 
     Attributes:
@@ -293,12 +289,7 @@ class Generation:
         self._scores: dict[int, list[Output]] = {}  # pieces of prompts' log probabilities, by id
         self.texts: dict[int, RequestText] = {}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._engine.abandon(self)
 
     def take(self, output: Output) -> None:

@@ -253,10 +253,8 @@ class Report(Message, frozen=True):
     Attributes:
         num_bytes: Bytes of commands that the ranks took since the start.
         cache_use: Part of the cache's blocks that running requests hold, in [0, 1].
-        totals: Totals since the engine's start, by the names of metrics.
-        tier_totals: Totals of copies between the cache and other tiers of memory on the first rank, by the name of a
-            metric, the tier and the direction ("load" or "store").
-        transfer_totals: Totals of transfers with other jobs on the first rank, by the name of a metric and its labels.
+        totals: Totals since the engine's start, by the name of a metric and its labels; of copies to and from other
+            tiers of memory, and of transfers with other jobs, those of the first rank.
         readers: Names of the jobs that read blocks of this one, or are to read them.
         num_unseen: New tokens of a request still to be searched for stop strings, of the request with most.
     """
@@ -266,9 +264,7 @@ class Report(Message, frozen=True):
     num_running: int
     num_waiting: int
     cache_use: float
-    totals: dict[str, int]
-    tier_totals: dict[tuple[str, str, str], float] = {}
-    transfer_totals: dict[tuple[str, ...], float] = {}
+    totals: dict[tuple[str, ...], float]
     readers: list[str] = []
     num_unseen: int = 0
 

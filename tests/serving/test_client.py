@@ -216,7 +216,7 @@ def test_silence_is_not_health(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module.time, "monotonic", lambda: now)
     assert not engine.is_healthy
     engine._last = now
-    engine._hand_out(Report([Output(7, "late")], 0, 0, 0, 0.0, {"preemptions": 2}))  # abandoned meanwhile
+    engine._hand_out(Report([Output(7, "late")], 0, 0, 0, 0.0, {("preemptions",): 2}))  # abandoned meanwhile
     assert engine.is_healthy
     assert b"dcpmla_preemptions_total 2.0" in engine.metrics.text()
     now += 11
