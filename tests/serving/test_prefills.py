@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from dcpmla.runtime.sampling import SamplingParams
-from dcpmla.serving import prefill_server
+from dcpmla.serving import prefills
 from dcpmla.serving.background import Prepared
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Abort, Connect, Disconnect, First, Lose, Pull, Submit, Wanted
@@ -24,8 +24,8 @@ PARAMS = SamplingParams(max_new_tokens=9, seed=5, logprobs=1)
 
 @pytest.fixture(autouse=True)
 def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_server, "_PERIOD", 0.02)
-    monkeypatch.setattr(prefill_server, "LOST", 0.2)
+    monkeypatch.setattr(prefills, "_PERIOD", 0.02)
+    monkeypatch.setattr(prefills, "LOST", 0.2)
 
 
 class Decoder:
