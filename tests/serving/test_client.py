@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -19,6 +20,8 @@ from dcpmla.serving.connections import Limits
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import (
     Abort,
+    Message,
+    Opened,
     Output,
     Report,
     Seen,
@@ -35,6 +38,7 @@ from dcpmla.serving.outbox import Outbox
 from dcpmla.serving.settings import Settings
 from dcpmla.serving.worker import Worker
 from tests.support.hash_model import Letters
+from tests.support.small_tokenizers import tokenizer_of
 
 
 class Wire:
@@ -234,16 +238,38 @@ def test_outputs_that_wait_come_as_one() -> None:
     assert second == outputs[1]
 
 
-def follow(engine: Engine, *steps: list[Output]) -> None:
-    """Let an engine's end read reports of the ranks."""
+def hear(engine: Engine, *messages: Message) -> None:
+    """Let an engine's end read messages of the ranks."""
 
     async def listen() -> None:
         engine.reader = asyncio.StreamReader()
-        reports = [Report(outputs, 0, 1, 0, 0.1, {}) for outputs in steps]
-        engine.reader.feed_data(b"".join(map(pack, [*reports, Stopped()])))
+        engine.reader.feed_data(b"".join(map(pack, [*messages, Stopped()])))
         await engine.listen()
 
     asyncio.run(listen())
+
+
+def follow(engine: Engine, *steps: list[Output]) -> None:
+    """Let an engine's end read reports of the ranks."""
+    hear(engine, *(Report(outputs, 0, 1, 0, 0.1, {}) for outputs in steps))
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_the_tokenizer_is_loaded_from_the_model_s_directory(is_broken: bool, tmp_path: Path) -> None:
+    """A broken one is a reason that clients see."""
+    tokenizer = tokenizer_of("byte_level")
+    tokenizer.save_pretrained(tmp_path)
+    if is_broken:
+        (tmp_path / "tokenizer.json").write_text("{}")
+    engine, _ = make_engine()
+    engine.prepared = None
+    with pytest.raises(ApiError, match="the model is being loaded"):
+        engine.ready()
+    hear(engine, Opened(str(tmp_path)), Started(str(tmp_path), len(tokenizer), 99, 4, 100))
+    prepared = engine.ready()
+    assert (prepared.model.max_model_len, bool(prepared.no_tokenizer)) == (99, is_broken)
+    assert is_broken == (prepared.tokenizer is None)
+    assert is_broken or prepared.tokenizer.encode("a brown é") == tokenizer.encode("a brown é")
 
 
 def test_a_stop_string_ends_a_request_in_front_of_the_ranks() -> None:

@@ -575,6 +575,7 @@ def test_parameters_of_an_honest_decode_server_are_taken() -> None:
         ranks = Ranks("p")
         params = SamplingParams(
             max_new_tokens=1 << 31,
+            temperature=10**30,
             min_tokens=1,
             top_k=1 << 31,
             stop=("a" * 256,) * 16,

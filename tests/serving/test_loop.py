@@ -15,7 +15,7 @@ from dcpmla.runtime.logprobs import Logprobs
 from dcpmla.runtime.request import MAX_UNSEEN_TOKENS, Request
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.loop import ServingLoop
-from dcpmla.serving.messages import Close, Command, Output, Report, Seen, Stop, Submit, pack
+from dcpmla.serving.messages import LENGTH, Close, Command, Output, Report, Seen, Stop, Submit, pack
 from dcpmla.serving.reading import RequestText
 from tests.support.hash_model import BLOCK, HashModel, Letters, alone, alone_ignoring_eos, make_engine
 
@@ -63,6 +63,18 @@ def run(engine: Engine, *steps: Sequence[Command]) -> Frontend:
 
 def tokens_of(outputs: Sequence[Output]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
+
+
+def test_a_malformed_command_ends_the_loop() -> None:
+    """All ranks read the same bytes. It is no mistake of a user's, so it is no ValueError."""
+
+    class Forging(Frontend):
+        def take(self) -> bytes:
+            return LENGTH.pack(3) + b"abc"
+
+    frontend: Any = Forging()
+    with pytest.raises(RuntimeError, match="serving failed"):
+        ServingLoop(make_engine(200), frontend).run()
 
 
 def test_choices_share_a_prompt_whose_blocks_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
