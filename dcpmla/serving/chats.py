@@ -155,6 +155,8 @@ class Chats:
 def _render(prepared: Prepared, given: str | None, conversation: Conversation) -> tuple[str, str]:
     """Return the text of a conversation, and the fault that its template finds in it."""
     try:
-        return prepared.template(given).render(conversation), ""
+        text = prepared.template(given).render(conversation)
+        text.encode()  # JSON of arguments may have half of a surrogate pair, which no tokenizer takes.
+        return text, ""
     except Exception as error:  # whatever a template runs into with this client's messages
         return "", str(error) or repr(error)

@@ -170,7 +170,7 @@ async def _first(outputs: Any) -> Output:
 
 
 def token_json(output: Output) -> list[Any]:
-    """Return the JSON of an output's first token (`token_of`)."""
+    """Return the JSON of an output's first token, which is a `TokenLogprobs`."""
     if not output.logprobs:
         return [output.token_ids[0], None, []]
     token_id, logprob, top = output.logprobs[0]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dcpmla.cli.serve import _read_template
 from dcpmla.integrations.model_files import read_encoder, read_model_type
 from dcpmla.serving.anthropic_body import MessagesBody
-from dcpmla.serving.background import Prepared
+from dcpmla.serving.background import Background, Prepared
 from dcpmla.serving.chat_body import ChatBody, ChatRequest
 from dcpmla.serving.chats import Chats
 from dcpmla.serving.control_tokens import CUT, ControlTokens
@@ -26,6 +26,7 @@ from dcpmla.serving.responses_body import ResponsesBody
 from dcpmla.serving.tools import ToolUse
 from tests.support.agent import TEMPLATE, WEATHER
 from tests.support.scripted import scripted_tokenizer
+from tests.support.workers import worker_of
 
 # As templates of DeepSeek, of GLM and of Qwen write arguments.
 JOINED = "{{ '' + call.function.arguments }}"
@@ -58,6 +59,19 @@ def test_arguments_have_the_form_that_the_template_reads(written: str, expected:
     assert rendered(chats, Conversation([{"role": "assistant", "content": "", "tool_calls": [call]}])) == expected
     broken = tool_call("a", "f", '{"a": [')
     assert '{"a": [' in rendered(chats, Conversation([{"role": "assistant", "tool_calls": [broken]}])).replace("\\", "")
+
+
+@pytest.mark.parametrize("small", [1 << 20, 0])
+def test_half_of_a_surrogate_pair_is_refused(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a thread, and on its way to a child of the worker."""
+    monkeypatch.setattr("dcpmla.serving.background._SMALL", small)
+    prepared = model()
+    background = Background(prepared, worker_of(prepared.tokenizer))
+    chats = Chats(prepared, CALLS.replace("ARGUMENTS", ITEMS), background=background)
+    calls = [tool_call("a", "f", r'{"a":"\ud800"}')]
+    with pytest.raises(ApiError, match="refuses the messages: .*surrogates not allowed") as error:
+        rendered(chats, Conversation([{"role": "assistant", "content": "", "tool_calls": calls}]))
+    assert error.value.status == 400
 
 
 def test_roles_that_the_template_does_not_know() -> None:
