@@ -12,7 +12,7 @@ EXTRAS = {
     ),
     "serve": (
         *("starlette", "uvicorn", "httptools", "uvloop", "h11"),
-        *("httpx2", "pydantic", "prometheus_client", "jinja2"),
+        *("httpx2", "pydantic", "prometheus_client", "jinja2", "msgspec"),
     ),
     "plot": ("matplotlib",),
     "structured": ("llguidance",),

@@ -6,10 +6,10 @@ The first half of the ranks prefills, each rank with a whole cache (DCP 1); the 
 all of its ranks share. Blocks move between them over torch.distributed. Any even number of ranks prints the same.
 """
 
-import json
 import sys
 from datetime import timedelta
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -53,13 +53,13 @@ def link(engine: Engine, name: str, other: str, ranks: Ranks, store: dist.Store)
     transport = PointToPointTransport(own_name, memory, dist.new_group(), store.clone())  # type: ignore[attr-defined]
     layout = describe(engine.cache, engine.dcp)
     store.set(own_name, transport.metadata().hex())
-    store.set(name, json.dumps(layout.to_json()))
+    store.set(name, msgspec.json.encode(layout).decode())
     rows = RowMover(engine.cache, layout)
     ends = transport, rows, layout, mesh.tp_rank
     engine.link(Outgoing(*ends) if sends else None, None if sends else Incoming(*ends))
     agents = [bytes.fromhex(store.get(rank_name(other, rank)).decode()) for rank in range(ranks.num_ranks // 2)]
     assert engine.handoffs is not None
-    engine.handoffs.connect(Peer(other, CacheLayout.from_json(json.loads(store.get(other))), agents))
+    engine.handoffs.connect(Peer(other, msgspec.json.decode(store.get(other), type=CacheLayout), agents))
     return engine.handoffs
 
 

@@ -166,10 +166,10 @@ def unpickling_names(nodes: Sequence[ast.AST]) -> set[str]:
     return {name for name in names if name in pickles or re.search(r"(^|_)object(_list)?$", name)}
 
 
-def test_no_rank_unpickles() -> None:
-    """A pickle runs code where it is read. Only the HTTP process reads pickles, and its own rank 0 wrote them."""
+def test_no_process_unpickles() -> None:
+    """A pickle runs code where it is read. No process reads any, the HTTP process and its worker included."""
     unpickling = {module: unpickling_names(nodes_of(module)) for module in FILES}
-    assert {module: names for module, names in unpickling.items() if names} == {"dcpmla.serving.messages": {"pickle"}}
+    assert not {module: names for module, names in unpickling.items() if names}
 
 
 _OF_OWNERS = {"dcp_rank", "dcp_size", "interleave", "cp_kv_cache_interleave_size"}

@@ -24,6 +24,7 @@ from dcpmla.job.join import LOAD_TIMEOUT
 from dcpmla.job.launcher import claimed_rank
 from dcpmla.serving.frontend import Frontend, listen
 from dcpmla.serving.loop import ServingLoop, started
+from dcpmla.serving.messages import Opened
 from dcpmla.serving.settings import ServeOptions, Settings, is_loopback
 
 _KEY, _TRANSFER_KEY = "DCPMLA_API_KEY", "DCPMLA_TRANSFER_KEY"
@@ -61,6 +62,9 @@ def run(args: argparse.Namespace) -> None:
         with agree():
             files = open_model(args.model, args.max_model_len, args.revision)
             check_layout(files, dcp)
+        if frontend is not None:
+            frontend.start()
+            frontend.send(Opened(str(files.directory)))
         engine, _ = build_engine(args, job, dcp, files, None)
         to_close.callback(engine.close)
         link = None
@@ -73,7 +77,6 @@ def run(args: argparse.Namespace) -> None:
         loop = ServingLoop(engine, frontend)
         job.watchdog.on_stop(loop.stop)
         if frontend is not None:
-            frontend.start()
             frontend.send(started(engine, files, link))
             print(f"serving on {frontend.address}", flush=True)
         # Garbage collection skips all objects loaded so far: a pass takes 0.2 s and more, and all ranks wait.

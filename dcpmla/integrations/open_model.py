@@ -6,14 +6,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import transformers
-
 from dcpmla.attention.backends.choice import check_backends
 from dcpmla.config import DCPConfig
 from dcpmla.hf_quantization import expert_codes, has_mxfp8
 from dcpmla.integrations.families.table import attention_of
 from dcpmla.integrations.model_files import find_commit, find_model, load_config
-from dcpmla.integrations.tokenizer import load_tokenizer
+from dcpmla.integrations.tokenizer import load_tokenizer, silence_transformers
 from dcpmla.text.token_bytes import Tokenizer
 
 _logger = logging.getLogger(__name__)
@@ -51,8 +49,7 @@ def open_model(model: str, max_model_len: int | None = None, revision: str | Non
     Raises:
         ValueError: The model does not exist or is not MLA, or the length is outside [2, max_position_embeddings].
     """
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
+    silence_transformers()
     directory = find_model(model, revision)
     config = load_config(directory)
     longest = config.max_position_embeddings

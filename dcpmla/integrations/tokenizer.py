@@ -60,6 +60,12 @@ def check_template_sandbox() -> None:
         )
 
 
+def silence_transformers() -> None:
+    """Turn transformers' progress bars and notes off, from here on."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+
+
 def load_tokenizer(directory: Path) -> tuple[Any, str]:
     """Load the model's tokenizer.
 

@@ -33,6 +33,10 @@ class Grammar:
         if isinstance(self.starts_after, list):
             object.__setattr__(self, "starts_after", tuple(self.starts_after))
         check_fields(rules_of(Grammar), vars(self), lambda name: f"grammar.{name}")
+        try:
+            self.text.encode()
+        except UnicodeEncodeError:
+            raise ValueError("grammar.text has half of a surrogate pair, which is no character") from None
         match self.kind:
             case "json_object":
                 if self.text:

@@ -115,6 +115,7 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
         object.__setattr__(self, "grammar", as_grammar(self.grammar))
         check_fields(rules_of(SamplingParams), vars(self), option_label)
+        object.__setattr__(self, "temperature", float(self.temperature))  # A message has no integers of any size.
         if self.min_tokens > self.max_new_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens}; max_new_tokens, {self.max_new_tokens}, is the most")
         if self.ignore_eos and self.grammar is not None:

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dcpmla.runtime.grammar import Grammar
+from dcpmla.serving.background import Prepared
 from dcpmla.serving.call_grammar import EMPTY, GrammarWriter, UnwrittenSchema, as_regex, either, sequence, write_call
 from dcpmla.serving.chat.markup import AnswerFormat
 from dcpmla.serving.errors import ApiError
-from dcpmla.serving.messages import Started
 from dcpmla.serving.prompts import Prompt
 from dcpmla.serving.shown import Json
 from dcpmla.serving.structured import GrammarChecks, check_support
@@ -28,10 +28,11 @@ class AnswerGrammars:
     """
 
     def __init__(
-        self, model: Started, calls: AnswerFormat | None, reasoning: AnswerFormat | None, checks: GrammarChecks
+        self, prepared: Prepared, calls: AnswerFormat | None, reasoning: AnswerFormat | None, checks: GrammarChecks
     ) -> None:
-        self._model, self._checks, self._format, self._reasoning = model, checks, calls, reasoning
-        added = {} if model.tokenizer is None else model.tokenizer.added_tokens_decoder
+        self._model, self._tokenizer = prepared.model, prepared.tokenizer
+        self._checks, self._format, self._reasoning = checks, calls, reasoning
+        added = {} if self._tokenizer is None else self._tokenizer.added_tokens_decoder
         self._added = {token.content for token in added.values()}
         # For llguidance, tokens in angle brackets are special, too. Other added tokens are text to a grammar.
         self._special_tokens = {
@@ -61,7 +62,7 @@ class AnswerGrammars:
         if grammar is None or not prompt.in_reasoning or self._reasoning is None:
             return grammar
         end = self._reasoning.reasoning[1] + self._reasoning.content[0]
-        tokens = self._model.tokenizer.encode(end, add_special_tokens=False)
+        tokens = self._tokenizer.encode(end, add_special_tokens=False)
         return replace(grammar, starts_after=tuple(tokens))
 
     async def _composed(self, use: ToolUse, prompt: Prompt, content: Grammar | None) -> Grammar:

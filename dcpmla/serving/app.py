@@ -110,7 +110,7 @@ class Api:
 
     def _model_card(self) -> dict[str, Any]:
         card = {"id": self._settings.name, "object": "model", "created": self._created, "owned_by": "dcpmla"}
-        return {**card, "max_model_len": self._engine.ready().max_model_len}
+        return {**card, "max_model_len": self._engine.ready().model.max_model_len}
 
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
@@ -124,11 +124,11 @@ class Api:
         texts = self._texts(body.model)
         max_tokens = _NUM_NEW if body.token_limit is None else body.token_limit
         num_new, echo, adds_special = max(1, max_tokens), bool(body.echo), body.add_special_tokens is not False
-        num_kept = body.num_kept_tokens(self._engine.ready().max_model_len, num_new)
+        num_kept = body.num_kept_tokens(self._engine.ready().model.max_model_len, num_new)
         prompt_logprobs = [num for num in (body.logprobs if echo else None, body.prompt_logprobs) if num is not None]
         params = body.params(num_new, body.logprobs, max(prompt_logprobs, default=None))
         self._engine.check_room(len(body.prompts) * body.num_choices, num_counted=1)
-        await check_params(params, body.grammar_source, self._engine.ready(), self._checks)
+        await check_params(params, body.grammar_source, self._engine.ready().model, self._checks)
         prompts = [await texts.prompt(prompt, echo, adds_special, num_kept) for prompt in body.prompts]
         body.prompt = ""  # The answer may take minutes.
         shown = body.shown(echo=echo, num_logprobs=body.logprobs, drops_new=max_tokens == 0)
@@ -151,7 +151,7 @@ class Api:
         """Return the tokens of a text, or of a conversation."""
         async with self._receiver.body(request, TokenizeBody) as body:
             tokens = await under(request, self._tokens(body))
-        longest = self._engine.ready().max_model_len
+        longest = self._engine.ready().model.max_model_len
         return WholeAnswer({"count": len(tokens), "max_model_len": longest, "tokens": tokens})
 
     async def _tokens(self, body: TokenizeBody) -> list[int]:
@@ -177,7 +177,7 @@ class Api:
     async def _conversation(self, body: Chat, reply: MakeReply[Chat]) -> tuple[Reply, SamplingParams]:
         """Return the form of the answer to a body of any route, and the parameters of its requests."""
         texts, chats, sampling = self._texts(body.model), self._chats, body.sampling
-        longest, limit = self._engine.ready().max_model_len, sampling.token_limit
+        longest, limit = self._engine.ready().model.max_model_len, sampling.token_limit
         num_kept = sampling.num_kept_tokens(longest, limit or 1)
         conversation = body.conversation()
         prompts = [await chats.prompt(conversation, body.adds_special_tokens, num_kept)]
@@ -196,7 +196,7 @@ class Api:
             params = replace(params, grammar=grammar)
         if chats.has_format:
             params = replace(params, skip_special_tokens=False)
-        await check_params(params, sampling.grammar_source, self._engine.ready(), self._checks)
+        await check_params(params, sampling.grammar_source, self._engine.ready().model, self._checks)
         return reply(body, texts, self._settings.name, prompts, readers), params
 
     @cached_property
@@ -207,9 +207,9 @@ class Api:
     @cached_property
     def _chats(self) -> Chats:
         """Return the form of the model's conversations."""
-        settings, model = self._settings, self._engine.ready()
+        settings, prepared = self._settings, self._engine.ready()
         formats = settings.tool_call_parser, settings.reasoning_parser
-        return Chats(model, settings.template, *formats, self._background, self._checks)
+        return Chats(prepared, settings.template, *formats, self._background, self._checks)
 
     async def _answer(
         self,
@@ -224,7 +224,7 @@ class Api:
         Args:
             num_kept_characters: Characters of the prompts that are kept for the answer.
         """
-        longest, num_new = self._engine.ready().max_model_len, 0
+        longest, num_new = self._engine.ready().model.max_model_len, 0
         lengths = [len(prompt.token_ids) for prompt in reply.prompts]
         if not body.stream:
             num_new = sum(max(0, min(params.max_new_tokens, longest - length)) for length in lengths)
@@ -233,7 +233,7 @@ class Api:
         )
         salt = body.cache_salt or ""
         move = self._router.move(body.sampling.kv_transfer_params, reply.prompts, reply.num_choices, salt)
-        reply = self._router.handed_over(reply, move, request.url, salt)
+        ending = self._router.ending(reply.prompts[0].token_ids, move, request.url, salt)
         generation = self._engine.submit(
             [prompt.token_ids for prompt in reply.prompts],
             params.for_prompt(0) if move.handoff else params,
@@ -245,9 +245,9 @@ class Api:
         )
         reply.drop_prompts()
         if body.stream:
-            return EventStream(generation, events(generation, reply))
+            return EventStream(generation, events(generation, reply, ending))
         with generation:
-            value = await under(request, collect(generation, reply))
+            value = await under(request, collect(generation, reply, ending))
         return WholeAnswer(value)
 
     async def _refuse(self, request: Request, error: Exception) -> Response:

@@ -6,11 +6,14 @@ child takes time that short prompts would notice.
 """
 
 import asyncio
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 from dcpmla.extras import missing
+from dcpmla.integrations.tokenizer import load_tokenizer
 from dcpmla.serving.messages import Started
 from dcpmla.serving.template import Template
 from dcpmla.serving.worker import Allowance, Permits, Worker
@@ -20,50 +23,51 @@ _SMALL, _SMALL_IN_PYTHON = 1 << 20, 1 << 16  # characters, or tokens, of the wor
 
 
 class Prepared:
-    """A model as functions of the worker get it.
+    """A model with its tokenizer, as the HTTP process and functions of the worker have it.
 
     Attributes:
-        model: The model, with its tokenizer.
-        vocabulary: Vocabulary of the tokenizer as grammars need it; None where requests may have none.
+        tokenizer: Tokenizer of transformers; None where it does not load, for the reason no_tokenizer.
+        vocabulary: Vocabulary of the tokenizer as grammars need it; None until it is read, in the worker alone.
     """
 
-    def __init__(self, model: Started, vocabulary: Any = None) -> None:
-        self.model, self.vocabulary = model, vocabulary
+    def __init__(self, model: Started, tokenizer: Any, no_tokenizer: str = "") -> None:
+        self.model, self.tokenizer, self.no_tokenizer = model, tokenizer, no_tokenizer
+        self.vocabulary: Any = None
         self._templates = dict[str | None, Template]()
 
     def template(self, given: str | None) -> Template:
         """Return the template of conversations; `given` is a text in place of the tokenizer's."""
         if given not in self._templates:
-            self._templates[given] = Template(self.model, given)
+            self._templates[given] = Template(self.model, self.tokenizer, given)
         return self._templates[given]
+
+    def read_vocabulary(self) -> Self:
+        """Read the vocabulary, unless requests may have no grammars."""
+        if not (missing("structured") or self.model.no_grammars or self.tokenizer is None):
+            from dcpmla.runtime.grammar_text import closing_tokens, read_vocabulary
+
+            self.vocabulary = read_vocabulary(self.tokenizer, self.model.vocab_size, self.model.eos_token_ids)
+            closing_tokens(self.vocabulary)  # Functions find it made.
+        return self
 
 
 def prepare(model: Started) -> Prepared:
-    """Return a model with its vocabulary, in the process that works for this one."""
-    if missing("structured") or model.no_grammars or model.tokenizer is None:
-        return Prepared(model)
-    from dcpmla.runtime.grammar_text import closing_tokens, read_vocabulary
-
-    vocabulary = read_vocabulary(model.tokenizer, model.vocab_size, model.eos_token_ids)
-    closing_tokens(vocabulary)  # Functions find it made.
-    return Prepared(model, vocabulary)
+    """Load a model's tokenizer, and read its vocabulary, in the process that works for this one."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # Its children are forks, which threads do not survive.
+    return Prepared(model, *load_tokenizer(Path(model.directory))).read_vocabulary()
 
 
 class Background:
     """Work on what the clients of a model send, off the event loop.
 
-    Args:
-        worker: Process whose model is `prepare` of this one.
-
     Attributes:
-        model: The model.
-        worker: The process.
         prepared: The model as functions in threads get it.
+        worker: Process whose model is `prepare` of this one.
     """
 
-    def __init__(self, model: Started, worker: Worker) -> None:
-        self.model, self.worker, self.prepared = model, worker, Prepared(model)
-        self._small = _SMALL if getattr(model.tokenizer, "is_fast", True) else _SMALL_IN_PYTHON
+    def __init__(self, prepared: Prepared, worker: Worker) -> None:
+        self.prepared, self.worker = prepared, worker
+        self._small = _SMALL if getattr(prepared.tokenizer, "is_fast", True) else _SMALL_IN_PYTHON
         self._threads, self._permits = ThreadPoolExecutor(_NUM_THREADS), Permits(_NUM_THREADS)
 
     async def run(self, size: int, allowance: Allowance, function: Callable[..., Any], *args: Any) -> Any:
@@ -80,4 +84,4 @@ class Background:
             running = asyncio.get_running_loop().run_in_executor(self._threads, function, self.prepared, *args)
             running.add_done_callback(lambda _: give_back())  # also where the client has left meanwhile
             return await asyncio.shield(running)
-        return await self.worker.call(self.model, function, *args, allowance=allowance)
+        return await self.worker.call(self.prepared.model, function, *args, allowance=allowance)

@@ -12,7 +12,6 @@ from dcpmla.serving.chat.parser import MarkupParser
 from dcpmla.serving.control_tokens import CUT
 from dcpmla.serving.conversation import Conversation
 from dcpmla.serving.errors import ApiError
-from dcpmla.serving.messages import Started
 from dcpmla.serving.prompts import Prompt, Texts
 from dcpmla.serving.reader import AnswerReader, ChainedParser, HiddenTokens, PlainParser
 from dcpmla.serving.structured import GrammarChecks
@@ -38,23 +37,23 @@ class Chats:
 
     def __init__(
         self,
-        model: Started,
+        prepared: Prepared,
         chat_template: str | None = None,
         call_parser: str | None = None,
         reasoning_parser: str | None = None,
         background: Background | None = None,
         checks: GrammarChecks | None = None,
     ) -> None:
-        background = background or Background(model, Worker(prepare))
+        background, model = background or Background(prepared, Worker(prepare)), prepared.model
         self._background, self._texts, self._given_template = background, Texts(background), chat_template
-        self._template = background.prepared.template(chat_template)
+        self._template = prepared.template(chat_template)
         types = model.model_type, model.text_type
         formats = (find_format(name, self._template.text or model.encoder) for name in types)
         own = next(filter(None, formats), None)
         self._call_format = own if call_parser is None else FORMATS[call_parser]
         self._reasoning_format = own if reasoning_parser is None else FORMATS[reasoning_parser]
         self.grammars = AnswerGrammars(
-            model, self._call_format, self._reasoning_format, checks or GrammarChecks(background.worker)
+            prepared, self._call_format, self._reasoning_format, checks or GrammarChecks(background.worker)
         )
 
     @cached_property
@@ -156,6 +155,8 @@ class Chats:
 def _render(prepared: Prepared, given: str | None, conversation: Conversation) -> tuple[str, str]:
     """Return the text of a conversation, and the fault that its template finds in it."""
     try:
-        return prepared.template(given).render(conversation), ""
+        text = prepared.template(given).render(conversation)
+        text.encode()  # JSON of arguments may have half of a surrogate pair, which no tokenizer takes.
+        return text, ""
     except Exception as error:  # whatever a template runs into with this client's messages
         return "", str(error) or repr(error)

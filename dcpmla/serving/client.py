@@ -4,24 +4,33 @@ import asyncio
 import time
 from asyncio import StreamReader
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
-from types import TracebackType
-from typing import Any, Self
+from pathlib import Path
+from typing import Any
 
+from dcpmla.integrations.tokenizer import load_tokenizer
 from dcpmla.runtime.sampling import SamplingParams
+from dcpmla.serving.background import Prepared
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import (
     LENGTH,
+    STAYS,
+    Close,
+    Connect,
     Drain,
+    Move,
+    Opened,
     Output,
+    RanksMessage,
     Report,
     Seen,
     Started,
     Stop,
     Stopped,
     Submit,
+    Wanted,
     joined,
     merged,
     unpack,
@@ -29,7 +38,6 @@ from dcpmla.serving.messages import (
 from dcpmla.serving.metrics import Metrics, Timings
 from dcpmla.serving.outbox import Outbox
 from dcpmla.serving.reading import RequestText
-from dcpmla.serving.transfer_messages import STAYS, Move, Wanted
 
 _SILENCE = 10.0  # seconds without a step after which the ranks count as stuck
 _MOMENT = 0.1  # seconds in which the work for clients that have just left ends
@@ -45,8 +53,8 @@ class Engine:
         reader: Stream of the first rank's messages.
         outbox: Commands for the ranks.
         max_waiting: Limit of requests beyond the running ones.
+        prepared: The model and its tokenizer; None until the ranks are ready.
         readers: Names of the jobs that read blocks of this one, or are to read them.
-        on_start: Function of the model, once the ranks are ready.
         on_wanted: Function of a request that another server is to prefill.
         on_end: Function of the id of a request that has ended, in any way.
     """
@@ -55,11 +63,10 @@ class Engine:
     outbox: Outbox
     max_waiting: int
     metrics: Metrics
-    model: Started | None = None
+    prepared: Prepared | None = None
     has_failed: bool = False
     drain: asyncio.Event = field(default_factory=asyncio.Event)
     readers: Sequence[str] = ()
-    on_start: Callable[[Started], object] = lambda started: None
     on_wanted: Callable[[Wanted], object] = lambda request: None
     on_end: Callable[[int], object] = lambda request_id: None
     _ids: Any = field(default_factory=count)
@@ -71,7 +78,7 @@ class Engine:
     @property
     def is_healthy(self) -> bool:
         """Return whether every rank has taken part in a step, just now, and new requests are taken."""
-        is_open = self.model is not None and not self.drain.is_set() and not self.has_failed
+        is_open = self.prepared is not None and not self.drain.is_set() and not self.has_failed
         return is_open and time.monotonic() - self._last < _SILENCE
 
     @property
@@ -79,17 +86,22 @@ class Engine:
         """Requests that are not finished."""
         return len(self._open)
 
-    def ready(self) -> Started:
-        """Return the model.
+    @property
+    def link(self) -> Connect | None:
+        """This job, for others that exchange blocks with it; None if it exchanges none, or is not ready."""
+        return None if self.prepared is None else self.prepared.model.link
+
+    def ready(self) -> Prepared:
+        """Return the model and its tokenizer.
 
         Raises:
             ApiError: The model is not loaded yet, or the server is about to end.
         """
         if self.drain.is_set() or self.has_failed:
             raise ApiError(503, "the server is stopping", code="stopping", headers=_RETRY_AFTER)
-        if self.model is None:
+        if self.prepared is None:
             raise ApiError(503, "the model is being loaded", code="loading", headers=_RETRY_AFTER)
-        return self.model
+        return self.prepared
 
     @asynccontextmanager
     async def preparing(self) -> AsyncIterator[None]:
@@ -98,7 +110,8 @@ class Engine:
         Raises:
             ApiError: The queue is full, or the ranks are not ready.
         """
-        if self._num_prepared and len(self._open) + self._num_prepared >= self.ready().max_num_seqs + self.max_waiting:
+        limit = self.ready().model.max_num_seqs + self.max_waiting
+        if self._num_prepared and len(self._open) + self._num_prepared >= limit:
             await asyncio.sleep(_MOMENT)
         self.check_room(1)
         self._num_prepared += 1
@@ -113,7 +126,7 @@ class Engine:
         Args:
             num_counted: Number of them that are counted already (`preparing`).
         """
-        model = self.ready()
+        model = self.ready().model
         limit, token_limit = model.max_num_seqs + self.max_waiting, model.num_cache_tokens + WAITING_TOKENS
         if num_requests > limit:
             raise ApiError(400, f"{num_requests} answers are asked for at once; at most {limit} are served", param="n")
@@ -153,7 +166,7 @@ class Engine:
         """
         num_tokens = sum(map(len, prompts)) + num_characters
         self.check_room(len(prompts) * num_choices, num_tokens)
-        generation, model = Generation(self, time.monotonic() + seconds, num_tokens), self.ready()
+        generation, prepared = Generation(self, time.monotonic() + seconds, num_tokens), self.ready()
         self._num_tokens += num_tokens
         for number, prompt in enumerate(prompts):
             request_ids = list(islice(self._ids, num_choices))
@@ -161,25 +174,22 @@ class Engine:
             self._open |= dict.fromkeys(request_ids, generation)
             generation.indices |= {request_id: index for index, request_id in enumerate(request_ids, first)}
             seeds = [params.for_prompt(index).seed for index in range(first, first + num_choices)]
-            if move.handoff:
-                seeds = [params.seed]
-            own = params.at_most(model.max_model_len - len(prompt))
-            if move.handoff:  # The other job looks for stop strings.
-                own = replace(own, stop=())
-            if model.tokenizer is not None:
-                generation.texts |= {each: RequestText(model.tokenizer, own, prompt) for each in request_ids}
+            own = params.at_most(prepared.model.max_model_len - len(prompt))
+            if move.handoff:  # The other job looks for stop strings, and draws from the same stream.
+                own, seeds = replace(own, stop=()), [params.seed]
+            if prepared.tokenizer is not None:
+                generation.texts |= {each: RequestText(prepared.tokenizer, own, prompt) for each in request_ids}
             self.outbox.submit(Submit(request_ids, seeds, prompt, own, cache_salt, move))
             self.metrics.submitted(len(prompt) * num_choices)
         return generation
 
     def abandon(self, generation: "Generation") -> None:
         """Abort the unfinished requests of a generation."""
-        unfinished = [request_id for request_id in generation.indices if self._open.pop(request_id, None) is not None]
+        unfinished = [request_id for request_id in generation.indices if request_id in self._open]
         for request_id in unfinished:
-            self.on_end(request_id)
-        self.outbox.abort(unfinished)
-        for _ in unfinished:
+            self._end(request_id)
             self.metrics.finished("abort")
+        self.outbox.abort(unfinished)
         self._num_tokens -= generation.num_tokens
         generation.num_tokens = 0
 
@@ -189,28 +199,29 @@ class Engine:
 
     def refuse(self, request_id: int, reason: str) -> None:
         """End an open request as one that the engine refuses."""
-        generation = self._open.pop(request_id)
         self.outbox.abort([request_id])
-        generation.take(Output(request_id, error=reason))
-        self.on_end(request_id)
+        self._end(request_id).take(Output(request_id, error=reason))
 
     def close(self) -> None:
         """Abort all requests, and let the ranks end."""
         self.outbox.abort(self._open)
         self._end_all("abort")
-        self.outbox.close()
+        self.outbox.send(Close())
 
     async def listen(self) -> None:
-        """Follow the ranks until they end."""
+        """Follow the ranks until they end. The tokenizer is loaded while they read the weights."""
+        tokenizer: asyncio.Future[tuple[Any, str]] | None = None
         async for message in self._messages():
             match message:
                 case Report():
                     self._last, self.readers = time.monotonic(), message.readers
                     self.outbox.take(message.num_bytes)
                     self._hand_out(message)
+                case Opened():
+                    tokenizer = asyncio.ensure_future(asyncio.to_thread(load_tokenizer, Path(message.directory)))
                 case Started():
-                    self.model, self._last = message, time.monotonic()
-                    self.on_start(message)
+                    assert tokenizer is not None, "the ranks send Opened first"
+                    self.prepared, self._last = Prepared(message, *await tokenizer), time.monotonic()
                 case Wanted():
                     self.on_wanted(message)
                 case Drain():
@@ -220,13 +231,16 @@ class Engine:
         self.has_failed = True
         self._end_all("error")
 
-    def _end_all(self, reason: str) -> None:
-        for request_id, generation in self._open.items():
-            generation.queue.put_nowait(Output(request_id, finish_reason=reason))
-            self.on_end(request_id)
-        self._open.clear()
+    def _end(self, request_id: int) -> "Generation":
+        """Close an open request; return its generation."""
+        self.on_end(request_id)
+        return self._open.pop(request_id)
 
-    async def _messages(self) -> AsyncIterator[Any]:
+    def _end_all(self, reason: str) -> None:
+        for request_id in [*self._open]:
+            self._end(request_id).queue.put_nowait(Output(request_id, finish_reason=reason))
+
+    async def _messages(self) -> AsyncIterator[RanksMessage]:
         while True:
             try:
                 head = await self.reader.readexactly(LENGTH.size)
@@ -251,14 +265,13 @@ class Engine:
                 elif num_tokens := text.news():
                     seen[request_id] = num_tokens
             if output.finish_reason or output.error:
-                del self._open[request_id]
-                self.on_end(request_id)
+                self._end(request_id)
             generation.take(output)
         if seen:
-            self.outbox.send(Seen([*seen], [*seen.values()]))
+            self.outbox.send(Seen(seen))
 
 
-class Generation:
+class Generation(AbstractContextManager["Generation"]):
     """The answers to the prompts of one HTTP request.
 
     Attributes:
@@ -276,12 +289,7 @@ class Generation:
         self._scores: dict[int, list[Output]] = {}  # pieces of prompts' log probabilities, by id
         self.texts: dict[int, RequestText] = {}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._engine.abandon(self)
 
     def take(self, output: Output) -> None:

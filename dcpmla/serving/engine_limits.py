@@ -32,6 +32,11 @@ def _are_stops(value: object) -> bool:
     return _are_few(value, MAX_STOPS) and all(len(text) <= MAX_STOP_CHARACTERS for text in value)
 
 
+def _are_stop_tokens(value: object) -> bool:
+    """Return whether token ids are few, and numbers that a message has."""
+    return _are_few(value, MAX_STOP_TOKENS) and max(value, default=0) < MAX_TOKENS
+
+
 def _is_short(value: object) -> bool:
     """Return whether a grammar is short. A grammar of calls is written here, and longer than a client's own."""
     if not isinstance(value, Grammar):
@@ -46,7 +51,7 @@ LIMITS: Mapping[str, Rule] = {
     "min_tokens": whole(0, MAX_TOKENS),
     "top_k": whole(0, MAX_TOKENS),
     "stop": Rule(f"at most {MAX_STOPS} strings of {MAX_STOP_CHARACTERS} characters", _are_stops),
-    "stop_token_ids": Rule(f"at most {MAX_STOP_TOKENS} token ids", lambda value: _are_few(value, MAX_STOP_TOKENS)),
+    "stop_token_ids": Rule(f"at most {MAX_STOP_TOKENS} token ids below 2^31", _are_stop_tokens),
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
     "logprobs": _NUM_LOGPROBS,

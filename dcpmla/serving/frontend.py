@@ -17,7 +17,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from dcpmla.serving.guard import guard
-from dcpmla.serving.messages import LENGTH, pack
+from dcpmla.serving.messages import LENGTH, Message, pack
 
 SILENCE = 60  # seconds without a byte from the process, after which it counts as stuck
 _FAREWELL = 10.0  # seconds that the process has for its last answers, after the ranks have stopped
@@ -51,7 +51,7 @@ class Frontend:
                 os._exit(1)
         theirs.close()
         os.close(guards_end)
-        self._outbox: SimpleQueue[object] = SimpleQueue()
+        self._outbox: SimpleQueue[Message | None] = SimpleQueue()
         self._inbox: SimpleQueue[bytes | None] = SimpleQueue()
         self._next: list[bytes | None] = []  # taken from the inbox while the engine was idle
         self._is_silent = False
@@ -64,7 +64,7 @@ class Frontend:
         self._writer.start()
         threading.Thread(target=self._read, daemon=True).start()
 
-    def send(self, message: object) -> None:
+    def send(self, message: Message) -> None:
         """Queue a message."""
         self._outbox.put(message)
 

@@ -15,8 +15,7 @@ from dcpmla.serving.answers import in_json
 from dcpmla.serving.client import Engine
 from dcpmla.serving.engine_limits import check_params
 from dcpmla.serving.errors import ApiError
-from dcpmla.serving.handoff_commands import peer_of
-from dcpmla.serving.messages import Output
+from dcpmla.serving.messages import Connect, Disconnect, Move, Output
 from dcpmla.serving.prompts import check_tokens
 from dcpmla.serving.protocol import CacheSalt, TokenIds
 from dcpmla.serving.receive import Receiver
@@ -24,7 +23,6 @@ from dcpmla.serving.replies import under
 from dcpmla.serving.settings import Settings
 from dcpmla.serving.structured import GrammarChecks
 from dcpmla.serving.transfer_fields import Name
-from dcpmla.serving.transfer_messages import Connect, Disconnect, Move
 
 _MOST_PEERS = 64  # decode servers
 _MOST_AGENTS = 4096
@@ -89,10 +87,10 @@ class HandoffRoutes:
         """Connect to a decode server, whose cache must have the same rows; return this server's own message."""
         link = self._link()
         async with self._receiver.body(request, ConnectBody) as body:
-            command = Connect(body.engine, body.layout, body.agents)
+            content = vars(body)
         try:
-            other = peer_of(command)
-            peer_of(link).layout.check_matches(other.layout)
+            other = Connect.of(content)
+            link.layout.check_matches(other.layout)
             if len(other.agents) != other.layout.tp_size:
                 raise ValueError(f"agents are {len(other.agents)}, of {other.layout.tp_size} ranks")
         except ValueError as error:
@@ -102,8 +100,8 @@ class HandoffRoutes:
         if body.engine not in self._peers:
             self._make_room()
             self._peers[body.engine] = False
-            self._engine.outbox.send(command)
-        return JSONResponse({**vars(link), "secret": self._secret})
+            self._engine.outbox.send(other)
+        return JSONResponse({**link.json_fields(), "secret": self._secret})
 
     def _make_room(self) -> None:
         """Drop a peer without transfers if there are too many: one that had no prompt, else the least recently used.
@@ -143,7 +141,7 @@ class HandoffRoutes:
 
     async def _params(self, body: PrefillBody) -> SamplingParams:
         """Return the parameters of a body, after the checks of them and of its prompt that all routes have."""
-        model = self._engine.ready()
+        model = self._engine.ready().model
         check_tokens(model, body.prompt_token_ids)
         try:
             params = SamplingParams.from_dict(body.params, SamplingParams())
@@ -153,7 +151,7 @@ class HandoffRoutes:
         return params
 
     def _link(self) -> Connect:
-        link = self._engine.ready().link
+        link = self._engine.ready().model.link
         if self._settings.role != "prefill" or link is None:
             raise ApiError(404, f"this server's role (--role) is {self._settings.role}; give it prefill")
         return link
@@ -172,7 +170,7 @@ async def _first(outputs: Any) -> Output:
 
 
 def token_json(output: Output) -> list[Any]:
-    """Return the JSON of an output's first token (`token_of`)."""
+    """Return the JSON of an output's first token, which is a `TokenLogprobs`."""
     if not output.logprobs:
         return [output.token_ids[0], None, []]
     token_id, logprob, top = output.logprobs[0]

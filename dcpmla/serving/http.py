@@ -12,6 +12,7 @@ from functools import partial
 import uvicorn
 import uvloop
 
+from dcpmla.integrations.tokenizer import silence_transformers
 from dcpmla.serving.app import Api
 from dcpmla.serving.background import prepare
 from dcpmla.serving.client import Engine
@@ -54,6 +55,7 @@ def serve_http(
     gc.collect()
     gc.freeze()  # Otherwise a garbage collection scans every import, and no client is answered for 0.15 s.
     limits = limit_connections(limits or Limits())
+    silence_transformers()
     worker = Worker(prepare)
     worker.start()  # Later this process has threads, which a fork does not copy.
     uvloop.run(_serve(connection, listener, settings, limits, worker))

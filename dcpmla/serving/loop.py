@@ -3,6 +3,7 @@
 The first rank posts the HTTP process's commands, which a step brings to all ranks, so that they add and abort alike.
 """
 
+import logging
 import threading
 from dataclasses import replace
 
@@ -11,26 +12,31 @@ from dcpmla.integrations.open_model import ModelFiles
 from dcpmla.runtime.agreement import News
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.in_flight import StepEvents
-from dcpmla.runtime.offload import Offload
 from dcpmla.runtime.request import Request, TokenLogprobs
 from dcpmla.serving.frontend import Frontend
-from dcpmla.serving.handoff_commands import connect_of, follow, take_first, transfer_totals
 from dcpmla.serving.messages import (
     Abort,
     Close,
+    Connect,
+    Disconnect,
     Drain,
+    First,
+    Lose,
     Output,
+    Pull,
     Report,
     Seen,
     Started,
     Stop,
     Stopped,
     Submit,
+    Wanted,
     unpack_commands,
 )
-from dcpmla.serving.transfer_messages import Wanted
+from dcpmla.serving.totals import totals_of
 from dcpmla.transfer.transport import Peer
 
+_logger = logging.getLogger(__name__)
 _POLL = 0.005  # seconds between two steps that only look at transfers
 _IDLE = 1.0  # seconds between two steps of an idle engine, in which the ranks show that they run
 
@@ -48,7 +54,6 @@ class ServingLoop:
         self._requests: dict[int, Request] = {}
         self._outputs: list[Output] = []
         self._num_sent = dict[int, int]()  # new tokens of each request that the HTTP process knows
-        self._scored: list[Request] = []  # requests whose prompts' log probabilities are sent as they are computed
         self._told = threading.Event()  # set by a signal to this rank
         self._is_draining = self._is_closed = False
 
@@ -66,9 +71,9 @@ class ServingLoop:
             self._engine.post(self._news())
             try:
                 events = self._engine.step()
-            except ValueError as error:  # every request has been checked by then, so the traceback is wanted
+                self._follow(events.news)
+            except ValueError as error:  # Requests are checked, commands well-formed: the traceback is wanted.
                 raise RuntimeError("serving failed") from error
-            self._follow(events.news)
             for each in (events, self._engine.take_events()):  # commands may bring tokens of other jobs
                 self._take(each)
             self._report()
@@ -109,22 +114,48 @@ class ServingLoop:
                 case Abort():
                     for request_id in command.request_ids:
                         self._abort(request_id)
-                case Stop():
-                    request = self._forget(command.request_id)
-                    if request is not None:
-                        self._engine.stop(request, command.num_tokens)
                 case Seen():
-                    for request_id, num_tokens in zip(command.request_ids, command.nums_tokens, strict=True):
+                    for request_id, num_tokens in command.nums_tokens.items():
                         if request_id in self._requests:
                             self._requests[request_id].num_seen_tokens = num_tokens
+                case Connect() | Disconnect():
+                    self._link(command)
                 case Close():
                     self._is_closed = True
-                case _:
-                    follow(self._engine, self._requests, command)
+                case _ if command.request_id in self._requests:  # otherwise it has ended meanwhile
+                    self._change(self._requests[command.request_id], command)
+
+    def _link(self, command: Connect | Disconnect) -> None:
+        """Exchange blocks with another job, or no longer."""
+        handoffs = self._engine.handoffs
+        assert handoffs is not None
+        if isinstance(command, Disconnect):
+            handoffs.disconnect(command.engine)
+            return
+        try:
+            handoffs.connect(Peer(command.engine, command.layout, command.agents))
+        except ValueError as error:  # The HTTP process has compared the layouts, so this does not happen.
+            _logger.error("the ranks do not connect to engine %s: %s", command.engine, error)
+
+    def _change(self, request: Request, command: Stop | First | Pull | Lose) -> None:
+        """Follow a command on an unfinished request."""
+        engine = self._engine
+        match command:
+            case Stop():
+                self._forget(command.request_id)
+                engine.stop(request, command.num_tokens)
+            case First():
+                token = command.token
+                engine.take_first(request, token.token_id, None if token.logprob is None else token)
+            case _:
+                assert engine.handoffs is not None
+                if isinstance(command, Pull):
+                    engine.handoffs.pull(request, command.engine, command.handoff)
+                else:
+                    engine.handoffs.lose(request, command.is_local)
 
     def _submit(self, command: Submit) -> None:
         """Add a request for each choice, each with its own seed: all requests, or none."""
-        is_first = self._frontend is not None
         try:
             prompt = self._engine.prompt(command.prompt_token_ids, command.cache_salt)
             for request_id, seed in zip(command.request_ids, command.seeds, strict=True):
@@ -132,15 +163,13 @@ class ServingLoop:
                     prompt,
                     replace(command.params, seed=seed),
                     request_id=request_id,
-                    keep_logprobs=is_first,
+                    keep_logprobs=self._frontend is not None,
                     handoff=command.move.handoff,
                     reader=command.move.reader,
                     source=command.move.source,
                 )
                 if command.move.first is not None:
-                    take_first(self._engine, request, command.move.first)
-                if is_first and request.is_scored:
-                    self._scored.append(request)
+                    self._change(request, First(request_id, command.move.first))
         except ValueError as error:  # on every rank alike
             for request_id in command.request_ids:
                 self._abort(request_id)
@@ -153,10 +182,7 @@ class ServingLoop:
 
     def _forget(self, request_id: int) -> Request | None:
         self._num_sent.pop(request_id, None)
-        request = self._requests.pop(request_id, None)
-        if request in self._scored:
-            self._scored.remove(request)
-        return request
+        return self._requests.pop(request_id, None)
 
     def _collect(self, request: Request) -> None:
         """Queue an output with the new tokens of a request that was not aborted; an error follows the step."""
@@ -175,34 +201,27 @@ class ServingLoop:
             )
         )
 
-    def _send_scores(self) -> None:
-        """Queue outputs with the log probabilities of prompts that the step computed."""
-        for request in self._scored:
-            if request.prompt_logprobs:
-                scores = _taken(request.prompt_logprobs)
-                self._outputs.append(Output(int(request.request_id), prompt_logprobs=scores))
-        self._scored = [request for request in self._scored if not request.token_ids]
-
     def _report(self) -> None:
-        self._send_scores()
+        """Send what the step computed, log probabilities of prompts before their first tokens included."""
+        for request_id, request in self._requests.items():
+            if request.prompt_logprobs:
+                self._outputs.append(Output(request_id, prompt_logprobs=_taken(request.prompt_logprobs)))
         outputs, self._outputs = self._outputs, []
         if self._frontend is None:
             return
-        scheduler, stats = self._engine.scheduler, self._engine.stats
-        totals = {
-            "preemptions": stats.num_preemptions,
-            "draft_tokens": stats.num_draft_tokens,
-            "accepted_draft_tokens": stats.num_accepted_tokens,
-        }
-        num_running, num_waiting = len(scheduler.running), len(scheduler.waiting)
-        cache_use, num_bytes = self._engine.cache_use(), self._frontend.num_taken
-        tiers = _tier_totals(self._engine.offload)
-        transfers, handoffs = transfer_totals(self._engine), self._engine.handoffs
-        readers = [] if handoffs is None else handoffs.readers
-        looked_at = [request for request in self._requests.values() if request.num_seen_tokens is not None]
-        num_unseen = max((len(each.token_ids) - (each.num_seen_tokens or 0) for each in looked_at), default=0)
-        state = num_running, num_waiting, cache_use, totals, tiers, transfers, readers, num_unseen
-        self._frontend.send(Report(outputs, num_bytes, *state))
+        engine, num_seen = self._engine, [(each.token_ids, each.num_seen_tokens) for each in self._requests.values()]
+        self._frontend.send(
+            Report(
+                outputs,
+                num_bytes=self._frontend.num_taken,
+                num_running=len(engine.scheduler.running),
+                num_waiting=len(engine.scheduler.waiting),
+                cache_use=engine.cache_use(),
+                totals=totals_of(engine),
+                readers=[] if engine.handoffs is None else engine.handoffs.readers,
+                num_unseen=max((len(tokens) - num for tokens, num in num_seen if num is not None), default=0),
+            )
+        )
 
 
 def started(engine: Engine, files: ModelFiles, link: Peer | None = None) -> Started:
@@ -214,8 +233,7 @@ def started(engine: Engine, files: ModelFiles, link: Peer | None = None) -> Star
     sizes = engine.cache.sizes
     num_cache_tokens = sizes.num_blocks * sizes.block_tokens
     return Started(
-        files.tokenizer,
-        files.no_tokenizer,
+        str(files.directory),
         engine.model.vocab_size,
         min(engine.max_model_len, num_cache_tokens),
         engine.scheduler.max_num_seqs,
@@ -225,17 +243,8 @@ def started(engine: Engine, files: ModelFiles, link: Peer | None = None) -> Star
         read_encoder(files.directory),
         eos_token_ids=engine.grammars.eos_token_ids,
         no_grammars=engine.grammars.load(),
-        link=None if link is None else connect_of(link),
+        link=None if link is None else Connect(*link),
     )
-
-
-def _tier_totals(offload: Offload | None) -> dict[tuple[str, str, str], float]:
-    """Return `Report.tier_totals`."""
-    if offload is None:
-        return {}
-    return {
-        (name, *labels): total for labels, totals in offload.totals().items() for name, total in vars(totals).items()
-    }
 
 
 def _taken(entries: list[TokenLogprobs]) -> tuple[TokenLogprobs, ...]:

@@ -1,37 +1,132 @@
-"""Messages between the HTTP process and the ranks, and how they travel, each after its length.
+"""Messages between the HTTP process and the ranks, typed structs that travel as msgpack, each after its length.
 
-Commands are JSON and token ids: clients may attack the HTTP process, and even if they took it over, no rank would run
-their code. The first rank's messages are pickles, because a tokenizer has no other form. Only the HTTP process, which
-that rank has forked, and the worker that this has forked, unpickle them; no other process holds an end of their socket
-pairs.
+Clients may attack the HTTP process, and even if they took it over, no rank would run their code: a command is numbers
+and texts, and is refused unless they have the types of its fields. All ranks read the same bytes, so they refuse alike.
 """
 
-import json
-import pickle
 import struct
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
-import numpy as np
+import msgspec
 
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.runtime.sampling import SamplingParams
-from dcpmla.serving.transfer_messages import STAYS, Connect, Disconnect, First, Lose, Move, Pull, move_of, token_of
+from dcpmla.transfer.layout import CacheLayout
 
 LENGTH = struct.Struct("<Q")
 BEAT = LENGTH.pack(0)  # A message without content: the HTTP process runs.
-_HEADER = struct.Struct("<I")  # length of a command's JSON, which token ids follow
-_TOKEN = np.dtype("<i4")
 
 
-@dataclass(frozen=True)
-class Started:
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """A message with the name of its class."""
+
+
+class Connect(Message, frozen=True):
+    """Another job, to exchange blocks with.
+
+    Attributes:
+        engine: Its name; a job that starts again has another one.
+        layout: Its cache's layout.
+        agents: Metadata of the transports of all its ranks; in base64 where the message is JSON.
+    """
+
+    engine: str
+    layout: CacheLayout
+    agents: Sequence[bytes]
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> "Connect":
+        """Return the message of a JSON object.
+
+        Raises:
+            ValueError: The object is no job, or has other fields.
+        """
+        found = msgspec.convert(content, cls)
+        if unknown := content["layout"].keys() - vars(found.layout).keys():
+            raise ValueError(f"layout has the unknown fields {sorted(unknown)}")
+        return found
+
+    def json_fields(self) -> dict[str, Any]:
+        """Return the fields of its JSON object."""
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        del fields["type"]
+        return fields
+
+
+class Disconnect(Message, frozen=True):
+    """The end of a job that exchanged blocks with this one."""
+
+    engine: str
+
+
+class Wanted(Message, frozen=True):
+    """A request that waits for another job's prefill.
+
+    Attributes:
+        params: Parameters of the request, with its seed.
+    """
+
+    request_id: int
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    cache_salt: str
+
+
+class Pull(Message, frozen=True):
+    """The job that prefills a request that was wanted, and the handoff's name there."""
+
+    request_id: int
+    engine: str
+    handoff: str
+
+
+class First(Message, frozen=True):
+    """The first token of a request, which another job has sampled, with its log probability if they are asked for."""
+
+    request_id: int
+    token: TokenLogprobs
+
+
+class Lose(Message, frozen=True):
+    """A request that the chosen job does not prefill; this job does, or it is wanted again."""
+
+    request_id: int
+    is_local: bool
+
+
+class Move(NamedTuple):
+    """A prompt's part in a transfer between two jobs; by default none.
+
+    Attributes:
+        handoff: Name under which another job reads the blocks of the only choice; empty for none. The choice has the
+            params' own seed.
+        source: Name of the job that has prefilled it, and its handoff there; None for none.
+        first: First token of the only choice, from that job.
+        reader: Name of the job that alone may read a handoff; empty for the first one that asks.
+    """
+
+    handoff: str = ""
+    source: tuple[str, str] | None = None
+    first: TokenLogprobs | None = None
+    reader: str = ""
+
+
+STAYS = Move()
+
+
+class Opened(Message, frozen=True):
+    """The local directory of the model, before its weights are read: its tokenizer loads meanwhile."""
+
+    directory: str
+
+
+class Started(Message, frozen=True):
     """The model, once the ranks are ready.
 
     Attributes:
-        tokenizer: Tokenizer of transformers; None where it does not load, for the reason no_tokenizer.
+        directory: Its local directory.
         max_model_len: Longest sequence, prompt and new tokens, that the model takes and the cache holds.
         max_num_seqs: Limit of requests that run at the same time.
         num_cache_tokens: Tokens that the whole cache holds.
@@ -43,8 +138,7 @@ class Started:
         link: This job, for others that exchange blocks with it; None if it exchanges none.
     """
 
-    tokenizer: Any
-    no_tokenizer: str
+    directory: str
     vocab_size: int
     max_model_len: int
     max_num_seqs: int
@@ -52,13 +146,12 @@ class Started:
     model_type: str = ""
     text_type: str = ""
     encoder: str = ""
-    eos_token_ids: Sequence[int] = ()
+    eos_token_ids: list[int] = []
     no_grammars: str = ""
     link: Connect | None = None
 
 
-@dataclass(frozen=True)
-class Submit:
+class Submit(Message, frozen=True):
     """A prompt for the engine, and a request for each choice.
 
     Attributes:
@@ -76,36 +169,30 @@ class Submit:
     move: Move = STAYS
 
 
-@dataclass(frozen=True)
-class Abort:
+class Abort(Message, frozen=True):
     """Requests whose client is gone."""
 
     request_ids: list[int]
 
 
-@dataclass(frozen=True)
-class Stop:
+class Stop(Message, frozen=True):
     """A request that a stop string has ended, with its new token number num_tokens."""
 
     request_id: int
     num_tokens: int
 
 
-@dataclass(frozen=True)
-class Seen:
-    """Requests with stop strings, and for each the number of its first new tokens in which none ends."""
+class Seen(Message, frozen=True):
+    """Requests with stop strings: by id, the number of first new tokens in which none ends."""
 
-    request_ids: list[int]
-    nums_tokens: list[int]
+    nums_tokens: dict[int, int]
 
 
-@dataclass(frozen=True)
-class Close:
+class Close(Message, frozen=True):
     """The end of all requests."""
 
 
-@dataclass(frozen=True)
-class Drain:
+class Drain(Message, frozen=True):
     """A launcher or user stops the job: the HTTP process takes no more requests, and answers with `Close`."""
 
 
@@ -160,17 +247,14 @@ def joined(parts: Sequence[Output]) -> Output:
     )
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(Message, frozen=True):
     """A step's outputs, and the engine's state after it; an idle engine sends one about every second.
 
     Attributes:
         num_bytes: Bytes of commands that the ranks took since the start.
         cache_use: Part of the cache's blocks that running requests hold, in [0, 1].
-        totals: Totals since the engine's start, by the names of metrics.
-        tier_totals: Totals of copies between the cache and other tiers of memory on the first rank, by the name of a
-            metric, the tier and the direction ("load" or "store").
-        transfer_totals: Totals of transfers with other jobs on the first rank, by the name of a metric and its labels.
+        totals: Totals since the engine's start, by the name of a metric and its labels; of copies to and from other
+            tiers of memory, and of transfers with other jobs, those of the first rank.
         readers: Names of the jobs that read blocks of this one, or are to read them.
         num_unseen: New tokens of a request still to be searched for stop strings, of the request with most.
     """
@@ -180,58 +264,40 @@ class Report:
     num_running: int
     num_waiting: int
     cache_use: float
-    totals: dict[str, int]
-    tier_totals: dict[tuple[str, str, str], float] = field(default_factory=dict)
-    transfer_totals: dict[tuple[str, ...], float] = field(default_factory=dict)
-    readers: Sequence[str] = ()
+    totals: dict[tuple[str, ...], float]
+    readers: list[str] = []
     num_unseen: int = 0
 
 
-@dataclass(frozen=True)
-class Stopped:
+class Stopped(Message, frozen=True):
     """The last message of the ranks, unless they fail."""
 
 
 Command = Submit | Abort | Stop | Seen | Connect | Disconnect | Pull | First | Lose | Close
-_COMMANDS = {kind.__name__: kind for kind in get_args(Command)}
+RanksMessage = Opened | Started | Wanted | Report | Drain | Stopped
+_ENCODER = msgspec.msgpack.Encoder()
+_COMMANDS, _OF_RANKS = msgspec.msgpack.Decoder(Command), msgspec.msgpack.Decoder(RanksMessage)
 
 
-def pack_command(command: Command) -> bytes:
-    """Return a command as it travels."""
-    fields = {**vars(command)}
-    token_ids = np.asarray(fields.pop("prompt_token_ids", []), dtype=_TOKEN).tobytes()
-    if isinstance(command, Submit):
-        fields["params"] = asdict(command.params)
-    header = json.dumps({"kind": type(command).__name__, **fields}).encode()
-    length = _HEADER.size + len(header) + len(token_ids)
-    return b"".join([LENGTH.pack(length), _HEADER.pack(len(header)), header, token_ids])
-
-
-def unpack_commands(packed: bytes) -> Iterator[Command]:
-    """Yield the commands that were packed one after the other."""
-    start = 0
-    while start < len(packed):
-        (length,) = LENGTH.unpack_from(packed, start)
-        (header_length,) = _HEADER.unpack_from(packed, start + LENGTH.size)
-        start, end = start + LENGTH.size + _HEADER.size, start + LENGTH.size + length
-        fields = json.loads(packed[start : start + header_length])
-        kind = _COMMANDS[fields.pop("kind")]
-        if kind is Submit:
-            fields["params"] = SamplingParams.from_dict(fields["params"], SamplingParams())
-            fields["prompt_token_ids"] = np.frombuffer(packed[start + header_length : end], dtype=_TOKEN).tolist()
-            fields["move"] = move_of(*fields["move"])
-        elif kind is First:
-            fields["token"] = token_of(fields["token"])
-        yield kind(**fields)
-        start = end
-
-
-def pack(message: object) -> bytes:
-    """Return a message of the first rank, or to the worker, as it travels."""
-    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+def pack(message: Message) -> bytes:
+    """Return a message as it travels."""
+    body = _ENCODER.encode(message)
     return LENGTH.pack(len(body)) + body
 
 
-def unpack(body: bytes) -> Any:
-    """Return a message of the first rank, or to the worker, packed less its length."""
-    return pickle.loads(body)
+def unpack_commands(packed: bytes) -> Iterator[Command]:
+    """Yield the commands that were packed one after the other.
+
+    Raises:
+        ValueError: The next one is no command, or a field has a value that is not allowed.
+    """
+    end = 0
+    while end < len(packed):
+        start = end + LENGTH.size
+        end = start + LENGTH.unpack_from(packed, end)[0]
+        yield _COMMANDS.decode(memoryview(packed)[start:end])
+
+
+def unpack(body: bytes) -> RanksMessage:
+    """Return a message of the first rank, packed less its length."""
+    return _OF_RANKS.decode(body)

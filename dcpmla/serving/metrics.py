@@ -9,6 +9,19 @@ from dcpmla.serving.messages import Output, Report
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
+# Texts and labels of the engine's totals (`Report.totals`).
+_TOTALS = {
+    "preemptions": ("Times that finished requests gave up their blocks.",),
+    "draft_tokens": ("Drafts that steps have tried.",),
+    "accepted_draft_tokens": ("Drafts that became tokens.",),
+    "kv_offload_blocks": ("Blocks that were copied to and from a tier of memory.", "tier", "direction"),
+    "kv_offload_bytes": ("Bytes of these copies on the first rank.", "tier", "direction"),
+    "kv_offload_seconds": ("Seconds of these copies on the first rank.", "tier", "direction"),
+    "kv_transfer_bytes": ("Bytes of transfers with other servers on the first rank.", "direction"),
+    "kv_transfer_seconds": ("Seconds of transfers with other servers on the first rank.", "direction"),
+    "kv_transfer_requests": ("Requests whose transfer has ended.", "direction", "outcome"),
+}
+
 
 @dataclass
 class Timings:
@@ -35,26 +48,8 @@ class Metrics:
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
         self._cached_tokens = counter("cached_prompt_tokens", "Tokens of prompts that were cached already.")
         self._new_tokens = counter("generation_tokens", "New tokens.")
-        self._totals = {
-            "preemptions": counter("preemptions", "Times that finished requests gave up their blocks."),
-            "draft_tokens": counter("draft_tokens", "Drafts that steps have tried."),
-            "accepted_draft_tokens": counter("accepted_draft_tokens", "Drafts that became tokens."),
-        }
-        self._seen = dict.fromkeys(self._totals, 0)
-        tier = ["tier", "direction"]
-        self._tiers = {
-            "blocks": counter("kv_offload_blocks", "Blocks that were copied to and from a tier of memory.", tier),
-            "bytes": counter("kv_offload_bytes", "Bytes of these copies on the first rank.", tier),
-            "seconds": counter("kv_offload_seconds", "Seconds of these copies on the first rank.", tier),
-        }
-        self._seen_tiers: dict[tuple[str, str, str], float] = {}
-        moves = {
-            "bytes": ("Bytes of transfers with other servers on the first rank.", ["direction"]),
-            "seconds": ("Seconds of transfers with other servers on the first rank.", ["direction"]),
-            "requests": ("Requests whose transfer has ended.", ["direction", "outcome"]),
-        }
-        self._transfers = {name: counter(f"kv_transfer_{name}", *texts) for name, texts in moves.items()}
-        self._seen_transfers: dict[tuple[str, ...], float] = {}
+        self._totals = {name: counter(name, text, labels) for name, (text, *labels) in _TOTALS.items()}
+        self._seen: dict[tuple[str, ...], float] = {}
         local = "Requests that no prefill server has computed, so this server does."
         self._local = counter("kv_transfer_local_prefills", local)
         self._running = gauge("requests_running", "Requests that hold blocks of the cache.")
@@ -84,17 +79,11 @@ class Metrics:
         self._waiting.set(report.num_waiting)
         self._cache_use.set(report.cache_use)
         self._unseen.set(report.num_unseen)
-        for name, total in report.totals.items():
-            self._totals[name].inc(total - self._seen[name])
-        self._seen |= report.totals
-        for key, amount in report.tier_totals.items():
+        for key, total in report.totals.items():
             name, *labels = key
-            self._tiers[name].labels(*labels).inc(amount - self._seen_tiers.get(key, 0))
-        self._seen_tiers |= report.tier_totals
-        for move, amount in report.transfer_totals.items():
-            name, *labels = move
-            self._transfers[name].labels(*labels).inc(amount - self._seen_transfers.get(move, 0))
-        self._seen_transfers |= report.transfer_totals
+            counter = self._totals[name].labels(*labels) if labels else self._totals[name]
+            counter.inc(total - self._seen.get(key, 0))
+        self._seen |= report.totals
 
     def computed_here(self) -> None:
         """Count a request that no prefill server computes."""

@@ -3,7 +3,7 @@
 from asyncio import StreamWriter
 from collections.abc import Collection
 
-from dcpmla.serving.messages import BEAT, Abort, Close, Command, Submit, pack_command
+from dcpmla.serving.messages import BEAT, Abort, Command, Submit, pack
 
 WINDOW = 4 << 20  # Bytes that are sent before the ranks take them, one command more than that at most.
 
@@ -36,10 +36,6 @@ class Outbox:
         if sent := [request_id for request_id in request_ids if request_id not in dropped]:
             self.send(Abort(sent))
 
-    def close(self) -> None:
-        """Send the last command."""
-        self.send(Close())
-
     def beat(self) -> None:
         """Show that this process runs."""
         self._writer.write(BEAT)
@@ -55,6 +51,6 @@ class Outbox:
 
     def send(self, command: Command) -> None:
         """Send a command at once. Submissions wait in `submit`."""
-        packed = pack_command(command)
+        packed = pack(command)
         self._num_sent += len(packed)
         self._writer.write(packed)

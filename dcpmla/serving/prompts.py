@@ -44,16 +44,17 @@ class Texts:
     """
 
     def __init__(self, background: Background) -> None:
-        self._background, self._model = background, background.model
+        self._background, self._model = background, background.prepared.model
         self._tokens: dict[int, str] = {}
 
     @property
     def tokenizer(self) -> Any:
         """The tokenizer of transformers."""
-        if self._model.tokenizer is None:
-            words = f"the model's tokenizer does not load ({self._model.no_tokenizer}); give prompts as token ids"
+        prepared = self._background.prepared
+        if prepared.tokenizer is None:
+            words = f"the model's tokenizer does not load ({prepared.no_tokenizer}); give prompts as token ids"
             raise ApiError(400, words, param="prompt")
-        return self._model.tokenizer
+        return prepared.tokenizer
 
     async def prompt(
         self, content: str | list[int], wants_text: bool, add_special_tokens: bool = True, num_kept: int | None = None
@@ -157,7 +158,7 @@ def _encode(prepared: Prepared, pieces: Sequence[str], add_special_tokens: bool)
     if len(pieces) > 1:  # The first piece gets special tokens, if any are added.
         parts = (_encode(prepared, [piece], add_special_tokens and not index) for index, piece in enumerate(pieces))
         return list(chain.from_iterable(parts))
-    tokenizer = prepared.model.tokenizer
+    tokenizer = prepared.tokenizer
     if tokenizer.is_fast and tokenizer.backend_tokenizer.truncation is tokenizer.backend_tokenizer.padding is None:
         # Computing the offsets of tokens, which are not needed, would take most of the time.
         (encoded,) = tokenizer.backend_tokenizer.encode_batch_fast(pieces, add_special_tokens=add_special_tokens)
@@ -166,7 +167,7 @@ def _encode(prepared: Prepared, pieces: Sequence[str], add_special_tokens: bool)
 
 
 def _decode(prepared: Prepared, token_ids: list[int]) -> str:
-    text: str = prepared.model.tokenizer.decode(token_ids)
+    text: str = prepared.tokenizer.decode(token_ids)
     return text
 
 
@@ -174,7 +175,7 @@ def _with_offsets(
     prepared: Prepared, token_ids: list[int], text: str, add_special_tokens: bool
 ) -> tuple[str, list[int]]:
     """Return a prompt's text, which may be given, and the offsets of its tokens."""
-    tokenizer = prepared.model.tokenizer
+    tokenizer = prepared.tokenizer
     if text and tokenizer.is_fast:
         return text, _offsets(tokenizer(text, return_offsets_mapping=True, add_special_tokens=add_special_tokens))
     if not text:

@@ -1,7 +1,7 @@
 """The ways in which an answer follows the engine: whole, or as a stream of events, while its client is connected."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -18,6 +18,7 @@ from dcpmla.serving.slices import slices
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 _NUM_JOINED = 256  # outputs of a whole answer that are read at once
 T = TypeVar("T")
+Ending = Callable[[Output], Json]  # function of fields of an answer, of a stream in its last chunk, that needs the end
 
 
 class Reply(Protocol):
@@ -72,24 +73,30 @@ def event(*chunks: Json) -> Iterator[str]:
         yield "\n\n"
 
 
-async def collect(generation: Generation, answers: Reply) -> Json:
+async def collect(generation: Generation, answers: Reply, ending: Ending | None = None) -> Json:
     """Return the whole answer. It is read as it comes: reading a long one at its end would keep the event loop."""
     waiting: list[list[Output]] = [[] for _ in generation.indices]
+    fields: Json = {}
     async for index, output in generation.outputs():
         waiting[index].append(output)
         if output.finish_reason is not None or len(waiting[index]) == _NUM_JOINED:
-            answers.add(index, joined(waiting[index]))
+            answers.add(index, whole := joined(waiting[index]))
             waiting[index].clear()
-    return answers.whole()
+            if ending is not None and output.finish_reason is not None:
+                fields = ending(whole)
+    return answers.whole() | fields
 
 
-async def events(generation: Generation, answers: Reply) -> AsyncIterator[str]:
+async def events(generation: Generation, answers: Reply, ending: Ending | None = None) -> AsyncIterator[str]:
     """Yield the answer as events; an error is the last one, if one comes."""
     try:
         for text in event(*answers.first_chunks()):
             yield text
         async for index, output in generation.outputs():
-            for text in event(*answers.chunks(index, output)):
+            chunks = answers.chunks(index, output)
+            if ending is not None and output.finish_reason:
+                chunks[-1] |= ending(output)
+            for text in event(*chunks):
                 yield text
     except ApiError as error:
         for text in event(answers.error(error)):

@@ -1,24 +1,25 @@
 """Requests that a router sends to a prefill server, and then to a decode server (`Router`)."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hmac import compare_digest
 from uuid import uuid4
 
+import msgspec
 from starlette.datastructures import URL
 
 from dcpmla.runtime.handoffs import prompt_digest
+from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.serving.client import Engine
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.handoffs import token_json
-from dcpmla.serving.messages import Output
+from dcpmla.serving.messages import STAYS, Move, Output
 from dcpmla.serving.prefills import Prefills
 from dcpmla.serving.prompts import Prompt
-from dcpmla.serving.replies import Reply
+from dcpmla.serving.replies import Ending
 from dcpmla.serving.settings import Settings
 from dcpmla.serving.shown import Json
 from dcpmla.serving.transfer_fields import KvTransferParams, proof_of
-from dcpmla.serving.transfer_messages import STAYS, Move, token_of
 
 _FIELD = "kv_transfer_params"
 
@@ -64,13 +65,19 @@ class Router:
         expected = proof_of(secret, handoff, first, prompt_digest(prompts[0].token_ids, cache_salt))
         if not compare_digest(expected.encode(), proof.encode()):
             return STAYS
-        return Move(source=(engine, handoff), first=token_of(json.loads(first)))
+        return Move(source=(engine, handoff), first=msgspec.json.decode(first, type=TokenLogprobs))
 
-    def handed_over(self, reply: Reply, move: Move, url: URL, cache_salt: str) -> Reply:
-        """Return an answer that also has what the decode server needs, if its blocks are handed over."""
-        link = self._engine.ready().link
+    def ending(self, prompt: Sequence[int], move: Move, url: URL, cache_salt: str) -> Ending | None:
+        """Return the function of what the decode server needs besides an answer, if its blocks are handed over.
+
+        Args:
+            prompt: Token ids of the answer's only prompt.
+            url: URL of the request.
+        """
+        link = self._engine.link
         if not move.handoff or link is None:
-            return reply
+            return None
+        digest = prompt_digest(prompt, cache_salt)
         params = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -79,53 +86,17 @@ class Router:
             "remote_host": url.hostname,
             "remote_port": url.port,
             "remote_block_ids": [],
-            "tp_size": link.layout["tp_size"],
+            "tp_size": link.layout.tp_size,
         }
-        digest = prompt_digest(reply.prompts[0].token_ids, cache_salt)
-        return _HandedOver(reply, params, lambda first: proof_of(self._secret, move.handoff, first, digest))
+
+        def fields(output: Output) -> Json:
+            first = json.dumps(token_json(output))
+            proof = proof_of(self._secret, move.handoff, first, digest)
+            return {_FIELD: {**params, "first_token": first, "proof": proof}}
+
+        return fields
 
     def _check_role(self, field: str, role: str) -> None:
         if self._settings.role != role:
             words = f"this server's role (--role) is {self._settings.role}; send it to one with {role}"
             raise ApiError(400, f"{_FIELD}.{field} is true, and {words}", param=_FIELD)
-
-
-class _HandedOver:
-    """An answer with `kv_transfer_params`, of a stream in the chunk that ends it.
-
-    Args:
-        prove: Function that returns the proof of the JSON of the first token.
-    """
-
-    def __init__(self, reply: Reply, params: Json, prove: Callable[[str], str]) -> None:
-        self._reply, self._params, self._prove = reply, params, prove
-        self.prompts, self.num_choices, self.ending = reply.prompts, reply.num_choices, reply.ending
-
-    def drop_prompts(self) -> None:
-        self._reply.drop_prompts()
-
-    def add(self, index: int, output: Output) -> None:
-        self._reply.add(index, output)
-        if output.finish_reason:
-            self._params |= self._after(output)[_FIELD]
-
-    def whole(self) -> Json:
-        return self._reply.whole() | {_FIELD: self._params}
-
-    def first_chunks(self) -> list[Json]:
-        return self._reply.first_chunks()
-
-    def chunks(self, index: int, output: Output) -> list[Json]:
-        chunks = self._reply.chunks(index, output)
-        return [*chunks[:-1], chunks[-1] | self._after(output)] if output.finish_reason else chunks
-
-    def last_chunks(self) -> list[Json]:
-        return self._reply.last_chunks()
-
-    def error(self, error: ApiError) -> Json:
-        return self._reply.error(error)
-
-    def _after(self, output: Output) -> Json:
-        """Return the field of an answer that has its token."""
-        first = json.dumps(token_json(output))
-        return {_FIELD: {**self._params, "first_token": first, "proof": self._prove(first)}}

@@ -22,15 +22,16 @@ class Template:
     """The text of a model's conversations.
 
     Args:
+        tokenizer: Tokenizer of transformers; None without one.
         given: Template in place of the tokenizer's, None for that.
 
     Attributes:
         text: All of the template; empty without one.
     """
 
-    def __init__(self, model: Started, given: str | None) -> None:
-        self._tokenizer, self._given = model.tokenizer, given
-        own = given or getattr(model.tokenizer, "chat_template", None) or ""
+    def __init__(self, model: Started, tokenizer: Any, given: str | None) -> None:
+        self._tokenizer, self._given = tokenizer, given
+        own = given or getattr(tokenizer, "chat_template", None) or ""
         self.text = own if isinstance(own, str) else "".join(own.values())  # Some have several, by name.
         self._words = set(re.findall(r"\w+", self.text))
         encodings = (find_encoding(name, model.encoder) for name in (model.model_type, model.text_type))

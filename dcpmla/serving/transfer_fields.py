@@ -21,7 +21,7 @@ class KvTransferParams(Fields):
         do_remote_decode: Whether another server decodes, so that this one keeps the prompt's blocks for it.
         do_remote_prefill: Whether another server has prefilled the prompt.
         remote_engine_id, remote_request_id: Name of the prefill server's job, and of the transfer.
-        first_token: JSON of the first token, with its log probabilities (`token_of`).
+        first_token: JSON of the first token, with its log probabilities (`token_json`).
         proof: The prefill server's proof of all these for this prompt and salt (`proof_of`).
     """
 

@@ -7,6 +7,7 @@ itself, and so shares all imported modules with its children.
 
 import asyncio
 import gc
+import inspect
 import json
 import os
 import resource
@@ -15,13 +16,17 @@ import signal
 import socket
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from importlib import import_module
+from itertools import islice
+from typing import Any, NoReturn, get_type_hints
 
-from dcpmla.serving.messages import LENGTH, pack, unpack
+import msgspec
+
+from dcpmla.serving.messages import LENGTH
 
 MAX_CHILDREN = 4  # at once, and all but one of them for one client; other functions wait
 CLIENT: ContextVar[str] = ContextVar("client", default="")  # address of the client whose request a task works on
@@ -94,6 +99,20 @@ class Permits:
                 waiting[1].set_result(None)
 
 
+class Call(msgspec.Struct):
+    """A function for a child of the process.
+
+    Attributes:
+        module, name: Names of the function's module and of the function, whose first argument is the prepared model.
+        args: JSON of a list of further arguments, of the types that the function declares.
+    """
+
+    allowance: Allowance
+    module: str
+    name: str
+    args: msgspec.Raw
+
+
 _ALLOWANCE = Allowance()
 
 
@@ -101,7 +120,8 @@ class Worker:
     """The process, as the HTTP process knows it.
 
     Args:
-        prepare: Function that the process itself runs on what `model` is given, and whose result functions get first.
+        prepare: Function that the process itself runs on the model of its calls, and whose result functions get first.
+            It declares the model's type.
     """
 
     def __init__(self, prepare: Callable[[Any], Any]) -> None:
@@ -140,20 +160,19 @@ class Worker:
         give_back = await self._permits.take()
         try:
             self.start()
-            self._ready = self._ready or asyncio.ensure_future(self._send(model))
+            if self._ready is None:
+                self._ready = asyncio.ensure_future(self._exchange(_MODEL, msgspec.json.encode([model]), None))
             await asyncio.shield(self._ready)  # The first caller may leave before it.
             async with self._packing:
                 await asyncio.sleep(0)
-                packed = pack((allowance, function, args))
-            answer = await self._exchange(_FUNCTION, packed, allowance)
+                values = msgspec.Raw(msgspec.json.encode(args))
+                body = msgspec.json.encode(Call(allowance, function.__module__, function.__name__, values))
+            answer = await self._exchange(_FUNCTION, body, allowance)
         finally:
             give_back()
         return json.loads(answer)
 
-    async def _send(self, model: Any) -> bytes:
-        return await self._exchange(_MODEL, await asyncio.to_thread(pack, model), None)
-
-    async def _exchange(self, purpose: bytes, packed: bytes, allowance: Allowance | None) -> bytes:
+    async def _exchange(self, purpose: bytes, body: bytes, allowance: Allowance | None) -> bytes:
         """Return the answer to a message, over a socket of its own."""
         assert self._control is not None
         ours, theirs = socket.socketpair()
@@ -162,7 +181,7 @@ class Worker:
         reader, writer = await asyncio.open_connection(sock=ours)
         try:
             async with asyncio.timeout(None if allowance is None else allowance.seconds):
-                writer.write(packed)
+                writer.writelines([LENGTH.pack(len(body)), body])
                 (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
                 if allowance is not None and length > allowance.answer_bytes:
                     raise LimitError("its answer is too large")
@@ -202,7 +221,7 @@ def _serve(control: socket.socket, prepare: Callable[[Any], Any]) -> None:
                     return
                 channel = socket.socket(fileno=files[0])
                 if purpose == _MODEL:
-                    model = prepare(unpack(_receive(channel)))
+                    model = prepare(*_arguments(prepare, _receive(channel)))
                     _answer(channel, None)
                     channel.close()
                     continue
@@ -233,9 +252,11 @@ def _child(channel: socket.socket, model: Any) -> NoReturn:
             own = int(sizes.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.nice(_NICE)
-        allowance, function, args = unpack(_receive(channel))
-        resource.setrlimit(resource.RLIMIT_AS, (own + allowance.num_bytes,) * 2)
-        signal.setitimer(signal.ITIMER_PROF, allowance.cpu_seconds)  # Its signal ends the process.
+        call = msgspec.json.decode(_receive(channel), type=Call)
+        function = getattr(import_module(call.module), call.name)
+        args = _arguments(function, call.args, start=1)
+        resource.setrlimit(resource.RLIMIT_AS, (own + call.allowance.num_bytes,) * 2)
+        signal.setitimer(signal.ITIMER_PROF, call.allowance.cpu_seconds)  # Its signal ends the process.
         _answer(channel, function(model, *args))
     except (MemoryError, ConnectionError):
         pass  # The caller sees the end, or has gone.
@@ -245,14 +266,25 @@ def _child(channel: socket.socket, model: Any) -> NoReturn:
         os._exit(0)
 
 
+def _answer(channel: socket.socket, value: Any) -> None:
+    """Send a value as JSON."""
+    body = json.dumps(value).encode()
+    channel.sendall(LENGTH.pack(len(body)) + body)
+
+
 def _receive(channel: socket.socket) -> bytes:
-    """Return the message that comes over a socket."""
+    """Return the JSON that comes over a socket."""
     with channel.makefile("rb") as stream:
         (length,) = LENGTH.unpack(stream.read(LENGTH.size))
         return stream.read(length)
 
 
-def _answer(channel: socket.socket, value: Any) -> None:
-    """Send a value as JSON."""
-    body = json.dumps(value).encode()
-    channel.sendall(LENGTH.pack(len(body)) + body)
+def _arguments(function: Callable[..., Any], values: msgspec.Raw | bytes, start: int = 0) -> Sequence[Any]:
+    """Return the values of a JSON list as the types of a function's parameters, from number `start` on.
+
+    Raises:
+        ValueError: A value has another type, or there are too many or too few.
+    """
+    types = get_type_hints(function)
+    names = islice(inspect.signature(function).parameters, start, None)
+    return msgspec.json.decode(values, type=tuple[tuple(types[name] for name in names)])  # type: ignore[misc]

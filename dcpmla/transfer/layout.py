@@ -1,8 +1,8 @@
 """The layout of a job's cache, as other jobs see it (`CacheLayout`)."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from dcpmla.cache.layers import Cache
 from dcpmla.config import DCPConfig
@@ -39,6 +39,8 @@ class CacheLayout:
         tokens: Tensors with rows of positions, layer by layer.
         states: Tensors with rows of states.
         facts: Names and values that must be the same in two jobs that exchange rows.
+    Raises:
+        ValueError: A size is less than 1, or dcp_size does not divide tp_size.
     """
 
     tp_size: int
@@ -48,38 +50,16 @@ class CacheLayout:
     states: tuple[StateSpec, ...]
     facts: tuple[tuple[str, str], ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as a JSON object."""
-        return asdict(self) | {"tokens": [*map(list, self.tokens)], "states": [*map(list, self.states)]}
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "CacheLayout":
-        """Return the layout of a JSON object.
-
-        Raises:
-            ValueError: The object is no layout.
-        """
-        try:
-            fields = dict(content)
-            fields["tokens"] = tuple(TokenSpec(*spec) for spec in fields["tokens"])
-            fields["states"] = tuple(StateSpec(*spec) for spec in fields["states"])
-            fields["facts"] = tuple((str(name), str(value)) for name, value in fields["facts"])
-            layout = cls(**fields)
-            layout._check()
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"layout is no layout of a cache: {error}") from error
-        return layout
-
-    def _check(self) -> None:
-        """Raise ValueError for sizes that no cache has."""
+    def __post_init__(self) -> None:
         sizes = [self.tp_size, self.dcp_size, self.interleave]
         sizes += [size for spec in self.tokens for size in (spec.row_bytes, spec.per_block, spec.span)]
         sizes += [size for each in self.states for size in (each.row_bytes, each.num_rows, each.num_last)]
         counts = [*sizes, *(spec.layer + 1 for spec in self.tokens), *(each.num_parts for each in self.states)]
-        if any(type(count) is not int for count in counts) or min(sizes) < 1 or min(counts) < 0:
-            raise ValueError("its sizes must be whole numbers of at least 1")
+        if min(sizes) < 1 or min(counts) < 0:
+            raise ValueError("layout is no layout of a cache: its sizes must be whole numbers of at least 1")
         if self.tp_size % self.dcp_size:
-            raise ValueError(f"dcp_size {self.dcp_size} does not divide tp_size {self.tp_size}")
+            words = f"dcp_size {self.dcp_size} does not divide tp_size {self.tp_size}"
+            raise ValueError(f"layout is no layout of a cache: {words}")
 
     def owner(self, tp_rank: int) -> Owner:
         """Return a rank of the job as the owner of tokens."""

@@ -328,6 +328,7 @@ def test_compiling_delays_no_other_request(monkeypatch: pytest.MonkeyPatch) -> N
     ("values", "words"),
     [
         ({"kind": "xml", "text": "a"}, "grammar.kind is 'xml'; it must be one of"),
+        ({"kind": "regex", "text": "a\ud800"}, "grammar.text has half of a surrogate pair, which is no character"),
         ({"kind": "regex"}, "grammar.text is empty"),
         ({"kind": "json_schema", "text": "{"}, "grammar.text is no JSON: "),
         ({"kind": "json_schema", "text": "3"}, "grammar.text is no JSON schema"),

@@ -9,6 +9,7 @@ import pytest
 
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.serving.answers import Answers
+from dcpmla.serving.background import Prepared
 from dcpmla.serving.chat_answers import ChatAnswers
 from dcpmla.serving.chat_body import ChatBody
 from dcpmla.serving.chats import Chats
@@ -65,7 +66,7 @@ def test_errors_of_the_model_are_named() -> None:
 
 def rendered(**fields: Any) -> str:
     """Return the text of the tokens that a chat begins with."""
-    model = Started(tokenizer_of("straddling"), "", 1000, 1000, 4, 1000)
+    model = Prepared(Started("", 1000, 1000, 4, 1000), tokenizer_of("straddling"))
     messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
     body = parse(ChatBody, json.dumps({"messages": messages, **fields}).encode())
     prompt = asyncio.run(Chats(model, TEMPLATE).prompt(body.conversation()))

@@ -62,6 +62,8 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("stop", ["x"] * 17),
     ("stop", "x" * 257),
     ("stop_token_ids", [-5]),
+    ("stop_token_ids", [2**31]),
+    ("stop_token_ids", [10**30]),
     ("logprobs", 21),
     ("presence_penalty", 3),
     ("frequency_penalty", -3),

@@ -18,7 +18,7 @@ from dcpmla.runtime.grammar import Grammar
 from dcpmla.runtime.grammar_text import compile_grammar
 from dcpmla.runtime.grammars import Follower
 from dcpmla.serving.answer_grammars import AnswerGrammars
-from dcpmla.serving.background import prepare
+from dcpmla.serving.background import Prepared
 from dcpmla.serving.call_grammar import GrammarWriter, either, sequence
 from dcpmla.serving.chat.formats import FORMATS
 from dcpmla.serving.chat.parser import MarkupParser
@@ -27,9 +27,9 @@ from dcpmla.serving.messages import Started
 from dcpmla.serving.prompts import Prompt
 from dcpmla.serving.structured import GrammarChecks
 from dcpmla.serving.tools import ToolUse
-from dcpmla.serving.worker import Worker
 from tests.serving.chat.answers import markers_of, stream
 from tests.support.small_tokenizers import byte_level
+from tests.support.workers import worker_of
 
 TEXT = {"type": "string", "maxLength": 4}
 DAY = {"type": "string", "pattern": "^[0-3][0-9]\\.$"}
@@ -123,14 +123,14 @@ def vocabulary_of(tokenizer: Any) -> Any:
 
 def grammars_of(name: str, is_special: bool = True) -> AnswerGrammars:
     tokenizer = tokenizer_of(name, is_special)
-    model = Started(tokenizer, "", len(tokenizer), 10_000, 4, 10_000)
-    return AnswerGrammars(model, FORMATS[name], FORMATS[name], checks_of(name, is_special))
+    prepared = Prepared(Started("", len(tokenizer), 10_000, 4, 10_000), tokenizer)
+    return AnswerGrammars(prepared, FORMATS[name], FORMATS[name], checks_of(name, is_special))
 
 
 @cache
 def checks_of(name: str, is_special: bool) -> GrammarChecks:
     """Return checks with a tokenizer's vocabulary, whose process is forked once."""
-    return GrammarChecks(Worker(prepare))
+    return GrammarChecks(worker_of(tokenizer_of(name, is_special)))
 
 
 def grammar_of(name: str, use: ToolUse, asked: Grammar | None = None, **prompt: Any) -> Grammar:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from dcpmla.cli.serve import _read_template
 from dcpmla.integrations.model_files import read_encoder, read_model_type
 from dcpmla.serving.anthropic_body import MessagesBody
+from dcpmla.serving.background import Background, Prepared
 from dcpmla.serving.chat_body import ChatBody, ChatRequest
 from dcpmla.serving.chats import Chats
 from dcpmla.serving.control_tokens import CUT, ControlTokens
@@ -26,6 +26,7 @@ from dcpmla.serving.responses_body import ResponsesBody
 from dcpmla.serving.tools import ToolUse
 from tests.support.agent import TEMPLATE, WEATHER
 from tests.support.scripted import scripted_tokenizer
+from tests.support.workers import worker_of
 
 # As templates of DeepSeek, of GLM and of Qwen write arguments.
 JOINED = "{{ '' + call.function.arguments }}"
@@ -35,9 +36,9 @@ EITHER = "{{ call.function.arguments if call.function.arguments is string else c
 CALLS = "{% for m in messages %}{% for call in m.tool_calls or [] %}ARGUMENTS{% endfor %}{% endfor %}"
 
 
-def model(template: str | None = None, model_type: str = "") -> Started:
+def model(template: str | None = None, model_type: str = "", text_type: str = "") -> Prepared:
     tokenizer = scripted_tokenizer(template or TEMPLATE)
-    return Started(tokenizer, "", len(tokenizer), 10_000, 4, 10_000, model_type)
+    return Prepared(Started("", len(tokenizer), 10_000, 4, 10_000, model_type, text_type), tokenizer)
 
 
 CHATS = Chats(model())
@@ -58,6 +59,19 @@ def test_arguments_have_the_form_that_the_template_reads(written: str, expected:
     assert rendered(chats, Conversation([{"role": "assistant", "content": "", "tool_calls": [call]}])) == expected
     broken = tool_call("a", "f", '{"a": [')
     assert '{"a": [' in rendered(chats, Conversation([{"role": "assistant", "tool_calls": [broken]}])).replace("\\", "")
+
+
+@pytest.mark.parametrize("small", [1 << 20, 0])
+def test_half_of_a_surrogate_pair_is_refused(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a thread, and on its way to a child of the worker."""
+    monkeypatch.setattr("dcpmla.serving.background._SMALL", small)
+    prepared = model()
+    background = Background(prepared, worker_of(prepared.tokenizer))
+    chats = Chats(prepared, CALLS.replace("ARGUMENTS", ITEMS), background=background)
+    calls = [tool_call("a", "f", r'{"a":"\ud800"}')]
+    with pytest.raises(ApiError, match="refuses the messages: .*surrogates not allowed") as error:
+        rendered(chats, Conversation([{"role": "assistant", "content": "", "tool_calls": calls}]))
+    assert error.value.status == 400
 
 
 def test_roles_that_the_template_does_not_know() -> None:
@@ -117,7 +131,7 @@ def test_a_published_encoding_in_place_of_a_template() -> None:
 @pytest.mark.parametrize(("model_type", "thinks"), [("deepseek_v32", False), ("deepseek_v4", True), ("kimi_k3", True)])
 def test_reasoning_of_a_published_encoding_by_default(model_type: str, thinks: bool) -> None:
     """As vLLM has it. Kimi-K3's text model has another type."""
-    without = replace(model(), model_type=model_type, text_type="kimi_linear")
+    without = model(model_type=model_type, text_type="kimi_linear")
     without.tokenizer.chat_template = None
     chats, user = Chats(without), [{"role": "user", "content": "hi"}]
 

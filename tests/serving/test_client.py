@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -13,12 +14,14 @@ import dcpmla.serving.client as client_module
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.app import Api
-from dcpmla.serving.background import prepare
+from dcpmla.serving.background import Prepared, prepare
 from dcpmla.serving.client import Engine
 from dcpmla.serving.connections import Limits
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import (
     Abort,
+    Message,
+    Opened,
     Output,
     Report,
     Seen,
@@ -35,6 +38,7 @@ from dcpmla.serving.outbox import Outbox
 from dcpmla.serving.settings import Settings
 from dcpmla.serving.worker import Worker
 from tests.support.hash_model import Letters
+from tests.support.small_tokenizers import tokenizer_of
 
 
 class Wire:
@@ -47,10 +51,11 @@ class Wire:
         self.sent += unpack_commands(packed)
 
 
-def make_engine(**changes: Any) -> tuple[Engine, Wire]:
+def make_engine(tokenizer: Any = None, **changes: int) -> tuple[Engine, Wire]:
     wire: Any = Wire()
     engine = Engine(wire, Outbox(wire), 1, Metrics())
-    engine.model = replace(Started(None, "none is there", 100, 50, 2, 100), **changes)
+    sizes = {"vocab_size": 100, "max_model_len": 50, "max_num_seqs": 2, "num_cache_tokens": 100}
+    engine.prepared = Prepared(Started("", **{**sizes, **changes}), tokenizer, "none is there")
     return engine, wire
 
 
@@ -111,7 +116,7 @@ def test_open_prompts_have_a_limit_of_tokens(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_abandoned_requests_that_were_not_sent_are_dropped() -> None:
     engine, wire = make_engine(max_model_len=1 << 22, num_cache_tokens=1 << 22)
-    sent = engine.submit([[1] * (1 << 21)], SamplingParams(), 9)
+    sent = engine.submit([[1 << 20] * (1 << 21)], SamplingParams(), 9)
     unsent = engine.submit([[2] * 9], SamplingParams(), 9, num_choices=2)
     engine.abandon(unsent)
     engine.abandon(sent)
@@ -215,7 +220,7 @@ def test_silence_is_not_health(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module.time, "monotonic", lambda: now)
     assert not engine.is_healthy
     engine._last = now
-    engine._hand_out(Report([Output(7, "late")], 0, 0, 0, 0.0, {"preemptions": 2}))  # abandoned meanwhile
+    engine._hand_out(Report([Output(7, "late")], 0, 0, 0, 0.0, {("preemptions",): 2}))  # abandoned meanwhile
     assert engine.is_healthy
     assert b"dcpmla_preemptions_total 2.0" in engine.metrics.text()
     now += 11
@@ -233,16 +238,38 @@ def test_outputs_that_wait_come_as_one() -> None:
     assert second == outputs[1]
 
 
-def follow(engine: Engine, *steps: list[Output]) -> None:
-    """Let an engine's end read reports of the ranks."""
+def hear(engine: Engine, *messages: Message) -> None:
+    """Let an engine's end read messages of the ranks."""
 
     async def listen() -> None:
         engine.reader = asyncio.StreamReader()
-        reports = [Report(outputs, 0, 1, 0, 0.1, {}) for outputs in steps]
-        engine.reader.feed_data(b"".join(map(pack, [*reports, Stopped()])))
+        engine.reader.feed_data(b"".join(map(pack, [*messages, Stopped()])))
         await engine.listen()
 
     asyncio.run(listen())
+
+
+def follow(engine: Engine, *steps: list[Output]) -> None:
+    """Let an engine's end read reports of the ranks."""
+    hear(engine, *(Report(outputs, 0, 1, 0, 0.1, {}) for outputs in steps))
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_the_tokenizer_is_loaded_from_the_model_s_directory(is_broken: bool, tmp_path: Path) -> None:
+    """A broken one is a reason that clients see."""
+    tokenizer = tokenizer_of("byte_level")
+    tokenizer.save_pretrained(tmp_path)
+    if is_broken:
+        (tmp_path / "tokenizer.json").write_text("{}")
+    engine, _ = make_engine()
+    engine.prepared = None
+    with pytest.raises(ApiError, match="the model is being loaded"):
+        engine.ready()
+    hear(engine, Opened(str(tmp_path)), Started(str(tmp_path), len(tokenizer), 99, 4, 100))
+    prepared = engine.ready()
+    assert (prepared.model.max_model_len, bool(prepared.no_tokenizer)) == (99, is_broken)
+    assert is_broken == (prepared.tokenizer is None)
+    assert is_broken or prepared.tokenizer.encode("a brown é") == tokenizer.encode("a brown é")
 
 
 def test_a_stop_string_ends_a_request_in_front_of_the_ranks() -> None:
@@ -268,4 +295,4 @@ def test_the_ranks_hear_how_far_texts_are() -> None:
     engine.submit([[1, 2]], params, seconds=9)
     num_sent = len(wire.sent)
     follow(engine, *([Output(0, "", (3,)), Output(1, "", (3,))] for _ in range(40)))
-    assert wire.sent[num_sent:] == [Seen([0], [16]), Seen([0], [32])]
+    assert wire.sent[num_sent:] == [Seen({0: 16}), Seen({0: 32})]

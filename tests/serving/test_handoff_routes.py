@@ -11,11 +11,10 @@ import pytest
 
 from dcpmla.runtime.handoffs import prompt_digest
 from dcpmla.runtime.sampling import SamplingParams
-from dcpmla.serving.messages import Abort, Submit
+from dcpmla.serving.messages import STAYS, Abort, Connect, Disconnect, Submit
 from dcpmla.serving.prefills import Prefills
 from dcpmla.serving.protocol import CompletionBody
 from dcpmla.serving.transfer_fields import proof_of
-from dcpmla.serving.transfer_messages import STAYS, Connect, Disconnect
 from tests.support.servers import KEY
 from tests.support.transfer_servers import FIRST, Network, Ranks, client, job, layout
 
@@ -62,7 +61,7 @@ def test_the_key_of_servers_opens_no_other_route() -> None:
 def test_other_roles_have_no_such_routes(role: str) -> None:
     async def test() -> None:
         async with client(Ranks("" if role == "both" else "d").app(role)) as http:
-            for path, body in (("/kv/connect", vars(job("d"))), ("/kv/prefill", prefill_body())):
+            for path, body in (("/kv/connect", job("d").json_fields()), ("/kv/prefill", prefill_body())):
                 answer = await http.post(path, json=body)
                 assert (answer.status_code, "--role" in answer.text) == (404, True)
 
@@ -74,10 +73,10 @@ def test_a_decode_server_connects_once_until_it_starts_again() -> None:
         ranks = Ranks("p")
         async with client(ranks.app("prefill")) as http:
             for engine in ("d", "d", "d2"):
-                answer = await http.post("/kv/connect", json=vars(job(engine)))
+                answer = await http.post("/kv/connect", json=job(engine).json_fields())
                 content = answer.json()
                 assert len(content.pop("secret")) >= 64
-                assert Connect(**content) == ranks.started.link
+                assert Connect.of(content) == ranks.started.link
         assert ranks.commands == [job("d"), job("d2")]
 
     run(test())
@@ -93,7 +92,7 @@ def test_decode_servers_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
             async def connect(*engines: str) -> None:
                 for engine in engines:
-                    assert (await http.post("/kv/connect", json=vars(job(engine)))).status_code == 200
+                    assert (await http.post("/kv/connect", json=job(engine).json_fields())).status_code == 200
 
             async def prefill(*engines: str) -> None:
                 for engine in engines:
@@ -120,7 +119,7 @@ def test_newcomers_drop_no_decode_server_with_transfers(monkeypatch: pytest.Monk
         async with client(ranks.app("prefill")) as http:
 
             async def connect(engine: str) -> int:
-                return (await http.post("/kv/connect", json=vars(job(engine)))).status_code
+                return (await http.post("/kv/connect", json=job(engine).json_fields())).status_code
 
             assert [await connect(engine) for engine in ("e", "d")] == [200, 200]
             ranks.engine.readers = ["e"]
@@ -143,9 +142,9 @@ def test_newcomers_drop_no_decode_server_with_transfers(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"layout": layout(facts=(("dtype (--dtype)", "fp16"),)).to_json()}, "dtype (--dtype) is bf16"),
-        ({"layout": layout(facts=()).to_json()}, "dtype (--dtype) is bf16"),
-        ({"layout": layout(row_bytes=32).to_json()}, "row_bytes is 64"),
+        (job("d", layout(facts=(("dtype (--dtype)", "fp16"),))).json_fields(), "dtype (--dtype) is bf16"),
+        (job("d", layout(facts=())).json_fields(), "dtype (--dtype) is bf16"),
+        (job("d", layout(row_bytes=32)).json_fields(), "row_bytes is 64"),
         ({"layout": {}}, "layout"),
         ({"agents": ["AAAA", "AAAA"]}, "agents are 2"),
         ({"agents": ["?"]}, ""),
@@ -157,7 +156,7 @@ def test_other_caches_do_not_connect(changes: dict[str, Any], words: str, caplog
     async def test() -> None:
         ranks = Ranks("p")
         async with client(ranks.app("prefill")) as http:
-            answers = [await http.post("/kv/connect", json={**vars(job("d")), **changes}) for _ in range(2)]
+            answers = [await http.post("/kv/connect", json={**job("d").json_fields(), **changes}) for _ in range(2)]
         assert [(answer.status_code, answer.json()["error"]["message"]) for answer in answers] == [
             (409, "this server's cache is another one, or the body is wrong; the log of this server says more")
         ] * 2
@@ -174,7 +173,7 @@ def test_wrong_decode_servers(changes: dict[str, Any]) -> None:
     async def test() -> None:
         ranks = Ranks("p")
         async with client(ranks.app("prefill")) as http:
-            answer = await http.post("/kv/connect", json={**vars(job("d")), **changes})
+            answer = await http.post("/kv/connect", json={**job("d").json_fields(), **changes})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(changes)))
         assert not ranks.commands
 
@@ -186,7 +185,7 @@ def test_a_prompt_is_computed_with_its_own_seed() -> None:
         ranks = Ranks("p")
         async with client(ranks.app("prefill")) as http:
             assert (await http.post("/kv/prefill", json=prefill_body())).status_code == 409
-            await http.post("/kv/connect", json=vars(job("d")))
+            await http.post("/kv/connect", json=job("d").json_fields())
             answer = await http.post("/kv/prefill", json=prefill_body(cache_salt="s"))
             assert answer.json()["token"] == [7, -0.5, [[7, -0.5], [8, -9999.0]]]
         (submit,) = ranks.of(Submit)
@@ -204,7 +203,7 @@ def test_wrong_prompts(changes: dict[str, Any]) -> None:
     async def test() -> None:
         ranks = Ranks("p")
         async with client(ranks.app("prefill")) as http:
-            await http.post("/kv/connect", json=vars(job("d")))
+            await http.post("/kv/connect", json=job("d").json_fields())
             answer = await http.post("/kv/prefill", json=prefill_body(**changes))
         assert answer.status_code == 400
         assert not ranks.of(Submit)
@@ -217,7 +216,7 @@ def test_a_closed_connection_aborts_the_prompt() -> None:
         ranks = Ranks("p", answers=False)
         app = ranks.app("prefill")
         async with client(app) as http:
-            await http.post("/kv/connect", json=vars(job("d")))
+            await http.post("/kv/connect", json=job("d").json_fields())
         sent = asyncio.Queue[Any]()
         body = httpx2.Request("POST", "http://server/kv/prefill", json=prefill_body())
         scope = {
@@ -254,7 +253,6 @@ class Proxy:
         self.here, self.there = Ranks("p"), Ranks("d")
         self.prefill = self.here.app("prefill")
         self.prefills = Prefills(["http://p"], self.there.engine, KEY, Network(p=self.prefill))
-        self.there.engine.on_start(self.there.started)
         self.decode = self.there.app("decode", self.prefills)
 
     async def first(self, body: dict[str, Any], path: str = "/v1/completions") -> dict[str, Any]:
@@ -486,7 +484,7 @@ def test_every_door_has_the_limits_of_the_fields(field: str) -> None:
                     assert (answer.status_code, value) == (400, value)
                 if role != "prefill":
                     continue
-                await http.post("/kv/connect", json=vars(job("d")))
+                await http.post("/kv/connect", json=job("d").json_fields())
                 for value in values:
                     answer = await http.post("/kv/prefill", json=prefill_body(params={**own, name: value}))
                     assert (answer.status_code, value) == (400, value)
@@ -526,7 +524,7 @@ def test_every_door_has_the_other_limits(body: dict[str, Any] | None, params: di
     async def test() -> None:
         ranks = Ranks("p")
         async with client(ranks.app("prefill")) as http:
-            await http.post("/kv/connect", json=vars(job("d")))
+            await http.post("/kv/connect", json=job("d").json_fields())
             if body is not None:
                 assert (await http.post("/v1/completions", json={"prompt": PROMPT, **body})).status_code == 400
             more = {"prompt_token_ids" if key == "prompt" else key: value for key, value in (body or {}).items()}
@@ -552,7 +550,7 @@ def test_grammars_are_checked_at_every_door() -> None:
     async def test() -> None:
         ranks, worker = Ranks("p"), Refusing()
         async with client(ranks.app("prefill", worker=worker)) as http:
-            await http.post("/kv/connect", json=vars(job("d")))
+            await http.post("/kv/connect", json=job("d").json_fields())
             grammar = {"kind": "regex", "text": "[ab]", "starts_after": []}
             fields = {"prompt": PROMPT, "structured_outputs": {"regex": "[ab]"}}
             answers = [
@@ -577,6 +575,7 @@ def test_parameters_of_an_honest_decode_server_are_taken() -> None:
         ranks = Ranks("p")
         params = SamplingParams(
             max_new_tokens=1 << 31,
+            temperature=10**30,
             min_tokens=1,
             top_k=1 << 31,
             stop=("a" * 256,) * 16,
@@ -588,7 +587,7 @@ def test_parameters_of_an_honest_decode_server_are_taken() -> None:
             logit_bias={number: -100.0 for number in range(1000)},
         )
         async with client(ranks.app("prefill")) as http:
-            await http.post("/kv/connect", json=vars(job("d")))
+            await http.post("/kv/connect", json=job("d").json_fields())
             answer = await http.post("/kv/prefill", json=prefill_body(params=asdict(params), cache_salt="a" * 1024))
         assert answer.status_code == 200, answer.text
         assert len(ranks.of(Submit)) == 1

@@ -4,14 +4,13 @@ import asyncio
 import itertools
 import json
 import threading
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from dcpmla.serving import receive
 from dcpmla.serving.app import Api
-from dcpmla.serving.background import Background, prepare
+from dcpmla.serving.background import Background, Prepared, prepare
 from dcpmla.serving.client import Engine
 from dcpmla.serving.connections import Limits
 from dcpmla.serving.messages import Started
@@ -93,7 +92,8 @@ class Client:
 def slow_api() -> tuple[Engine, Slow, Api]:
     engine, _ = make_engine(max_num_seqs=2)  # with a queue of one more
     tokenizer = scripted_tokenizer(TEMPLATE)
-    engine.model = replace(Started(tokenizer, "", len(tokenizer), 500_000, 2, 500_000), eos_token_ids=(1,))
+    model = Started("", len(tokenizer), 500_000, 2, 500_000, eos_token_ids=(1,))
+    engine.prepared = Prepared(model, tokenizer)
     worker = Slow(prepare)
     return engine, worker, Api(engine, Settings(name="model", request_timeout=30, host="0.0.0.0"), Limits(), worker)
 
@@ -151,7 +151,7 @@ def test_threads_keep_their_permits_to_the_end() -> None:
     """A client that leaves and comes again gets no more of them, and never all."""
 
     async def scenario() -> None:
-        background = Background(Started(None, "", 9, 9, 1, 9), Slow(prepare))
+        background = Background(Prepared(Started("", 9, 9, 1, 9), None), Slow(prepare))
         started, end, num_threads = threading.Semaphore(0), threading.Event(), background._permits._num_permits
 
         def work(client: str, num: int) -> list[asyncio.Task[Any]]:

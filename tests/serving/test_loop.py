@@ -15,7 +15,7 @@ from dcpmla.runtime.logprobs import Logprobs
 from dcpmla.runtime.request import MAX_UNSEEN_TOKENS, Request
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.loop import ServingLoop
-from dcpmla.serving.messages import Close, Command, Output, Report, Seen, Stop, Submit, pack_command
+from dcpmla.serving.messages import LENGTH, Close, Command, Output, Report, Seen, Stop, Submit, pack
 from dcpmla.serving.reading import RequestText
 from tests.support.hash_model import BLOCK, HashModel, Letters, alone, alone_ignoring_eos, make_engine
 
@@ -31,7 +31,7 @@ class Frontend:
         self.num_taken = 0
 
     def take(self) -> bytes:
-        commands = b"".join(map(pack_command, self._steps.pop(0))) if self._steps else b""
+        commands = b"".join(map(pack, self._steps.pop(0))) if self._steps else b""
         self.num_taken += len(commands)
         return commands
 
@@ -63,6 +63,18 @@ def run(engine: Engine, *steps: Sequence[Command]) -> Frontend:
 
 def tokens_of(outputs: Sequence[Output]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
+
+
+def test_a_malformed_command_ends_the_loop() -> None:
+    """All ranks read the same bytes. It is no mistake of a user's, so it is no ValueError."""
+
+    class Forging(Frontend):
+        def take(self) -> bytes:
+            return LENGTH.pack(3) + b"abc"
+
+    frontend: Any = Forging()
+    with pytest.raises(RuntimeError, match="serving failed"):
+        ServingLoop(make_engine(200), frontend).run()
 
 
 def test_choices_share_a_prompt_whose_blocks_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +141,7 @@ def test_other_ranks_copy_no_log_probabilities(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Logprobs, "give", give)
     engine = make_engine(200, max_num_batched_tokens=8)
     loop = ServingLoop(engine, None)
-    loop._follow(News(pack_command(submit([0], PROMPT, prompt_logprobs=2, logprobs=1))))
+    loop._follow(News(pack(submit([0], PROMPT, prompt_logprobs=2, logprobs=1))))
     (request,) = loop._requests.values()
     while engine.has_requests:
         engine.step()
@@ -186,7 +198,7 @@ def test_a_request_waits_for_a_front_that_does_not_look_others_do_not() -> None:
                 unseen.append(message.num_unseen)
 
     begin = [submit_long(0, [1, 2], num_new, stop=("?",)), submit_long(1, [3], num_new)]
-    steps: list[list[Command]] = [begin, *([] for _ in range(2 * num_new)), [Seen([0], [MAX_UNSEEN_TOKENS])]]
+    steps: list[list[Command]] = [begin, *([] for _ in range(2 * num_new)), [Seen({0: MAX_UNSEEN_TOKENS})]]
     frontend: Any = Slow(*steps, *([] for _ in range(40)))
     ServingLoop(engine, frontend).run()
     ends = [
@@ -219,7 +231,7 @@ def test_a_stop_string_may_come_too_late() -> None:
     """The request has ended by itself meanwhile, or its client has left."""
     engine = make_engine(200, tokenizer=Letters())
     late: list[list[Command]] = [[submit_long(0, [1, 2], 4, stop=("?",))], *([] for _ in range(9)), [Stop(0, 2)]]
-    frontend = run(engine, *late, [Seen([0, 5], [2, 3]), Stop(9, 1)])
+    frontend = run(engine, *late, [Seen({0: 2, 5: 3}), Stop(9, 1)])
     assert tokens_of(frontend.of(0)) == alone_ignoring_eos([1, 2], 4)
     assert frontend.of(0)[-1].finish_reason == "length"
     assert engine.allocator.num_free == 200
@@ -242,7 +254,7 @@ def test_at_most_two_steps_follow_a_stop_string(num_kept: int) -> None:
             for output in message.outputs if isinstance(message, Report) else ():
                 num_sent.append(len(output.token_ids))
                 if len(num_sent) <= num_kept and text.read(output).finish_reason:
-                    self.news = pack_command(Stop(0, text.num_tokens))
+                    self.news = pack(Stop(0, text.num_tokens))
 
     frontend: Any = Keen([submit_long(0, [1, 2], 20, stop=params.stop)], *([] for _ in range(30)))
     ServingLoop(make_engine(200, tokenizer=Letters()), frontend).run()

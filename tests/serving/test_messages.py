@@ -1,23 +1,55 @@
-"""Commands of the HTTP process: what they say, how many bytes they have, and where they wait."""
+"""Messages between the HTTP process and the ranks: what they say, how many bytes they have, and where they wait."""
 
-import json
 import pickle
 import struct
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcpmla.runtime.grammar import Grammar
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.runtime.sampling import SamplingParams
-from dcpmla.serving.messages import LENGTH, Abort, Close, Command, Seen, Stop, Submit, pack_command, unpack_commands
+from dcpmla.serving.messages import (
+    LENGTH,
+    Abort,
+    Close,
+    Command,
+    Connect,
+    Disconnect,
+    Drain,
+    First,
+    Lose,
+    Message,
+    Move,
+    Opened,
+    Output,
+    Pull,
+    RanksMessage,
+    Report,
+    Seen,
+    Started,
+    Stop,
+    Stopped,
+    Submit,
+    Wanted,
+    pack,
+    unpack,
+    unpack_commands,
+)
 from dcpmla.serving.outbox import WINDOW, Outbox
-from dcpmla.serving.transfer_messages import Connect, Disconnect, First, Lose, Move, Pull
+from dcpmla.transfer.layout import CacheLayout, StateSpec, TokenSpec
 
 PARAMS = SamplingParams(
     max_new_tokens=7,
     temperature=0.3,
     seed=(1 << 64) - 1,
-    stop=("a", "\ud800\u00fc"),
+    stop=("a", "\u00fc"),
     stop_token_ids=(3, 4),
     logit_bias={5: -100.0, 9: 0.5},
     min_tokens=2,
@@ -25,6 +57,11 @@ PARAMS = SamplingParams(
     logprobs=3,
     prompt_logprobs=0,
 )
+LAYOUT = CacheLayout(
+    2, 1, 1, (TokenSpec("latents", 0, 64, 16, 1, False),), (StateSpec("s", 8, 4, 1, 2),), (("dtype", "bf16"),)
+)
+JOB = Connect("engine", LAYOUT, [bytes(3), b"\xff"])
+TOKEN = TokenLogprobs(3, -0.5, ((3, -0.5), (4, float("-inf"))))
 
 
 class Wire:
@@ -37,30 +74,150 @@ class Wire:
         self.sent += packed
 
 
-def test_commands_are_read_as_they_were_sent() -> None:
-    commands: list[Command] = [
-        Submit([4, 5], [1, (1 << 64) - 1], [0, (1 << 31) - 1, 7], PARAMS, "salt \ud800"),
-        Abort([4]),
-        Stop(5, 17),
-        Seen([6, 8], [16, 33]),
-        Submit([6], [0], [1], SamplingParams()),
-        Submit([7], [0], [1], PARAMS, move=Move("h")),
-        Submit([8], [0], [1], PARAMS, move=Move("", ("engine", "h"), TokenLogprobs(3, -0.5, ((3, -0.5), (4, -1.0))))),
-        Connect("engine", {"tp_size": 2, "tokens": [["latents", 0, 64, 16, 1, False]]}, ["AAAA", "AQID"]),
-        Disconnect("engine"),
-        Pull(8, "engine", "h"),
-        First(8, TokenLogprobs(3, None, ())),
-        Lose(8, True),
-        Close(),
-    ]
-    assert [*unpack_commands(b"".join(pack_command(command) for command in commands))] == commands
+COMMANDS: list[Command] = [
+    Submit([4, 5], [1, (1 << 64) - 1], [0, (1 << 31) - 1, 7], PARAMS, "salt \u00fc\0"),
+    Abort([4]),
+    Stop(5, 17),
+    Seen({6: 16, 8: 33}),
+    Submit([6], [0], [1], SamplingParams(stop="x", grammar=Grammar("choice", '["a"]', (5,)), ignore_eos=False)),
+    Submit([7], [0], [1], PARAMS, move=Move("h", reader="other")),
+    Submit([8], [0], [1], PARAMS, move=Move("", ("engine", "h"), TOKEN)),
+    JOB,
+    Disconnect("engine"),
+    Pull(8, "engine", "h"),
+    First(8, TokenLogprobs(3, None, ())),
+    Lose(8, True),
+    Close(),
+]
+OUTPUT = Output(7, "", (1, 2), (TOKEN, TOKEN), "length", 4, (TokenLogprobs(5, None, ()),))
+MESSAGES: list[RanksMessage] = [
+    Opened("/models/\u00fc"),
+    Started("/models", 300, 100, 4, 1000, "kimi_k3", "kimi_linear", "def f(): ...", [1, 2], "no bytes", JOB),
+    Wanted(3, [1, 2], PARAMS, "salt"),
+    Report([OUTPUT, Output(8, error="wrong")], 1 << 40, 1, 2, 0.5, {("preemptions",): 3}, num_unseen=4),
+    Report([], 0, 0, 0, 0.0, {("kv_transfer_requests", "sent", "done"): 1.0}, ["d"]),
+    Drain(),
+    Stopped(),
+]
 
 
-def test_a_prompt_has_four_bytes_a_token_however_many_choices_it_has() -> None:
+def test_messages_are_read_as_they_were_sent() -> None:
+    """All kinds of them."""
+    assert [*unpack_commands(b"".join(map(pack, COMMANDS)))] == COMMANDS
+    assert [unpack(pack(message)[LENGTH.size :]) for message in MESSAGES] == MESSAGES
+    assert {*map(type, COMMANDS)} == {*get_args(Command)}
+    assert {*map(type, MESSAGES)} == {*get_args(RanksMessage)}
+    assert Connect.of(JOB.json_fields()) == JOB
+
+
+def test_tuples_and_lists_are_as_they_were() -> None:
+    """Outputs are joined, and parameters compared."""
+    (report,) = (unpack(pack(MESSAGES[3])[LENGTH.size :]),)
+    assert isinstance(report, Report)
+    assert type(report.outputs[0].logprobs[0]) is TokenLogprobs
+    assert type(report.outputs[0].token_ids) is type(report.outputs[0].logprobs[0].top) is tuple
+    (submit,) = unpack_commands(pack(COMMANDS[0]))
+    assert isinstance(submit, Submit)
+    assert type(submit.prompt_token_ids) is list
+    assert type(submit.params.logit_bias) is type(submit.params.stop) is tuple
+
+
+NUMBERS = st.integers(0, (1 << 63) - 1)
+FLOATS = st.floats(allow_nan=False)
+TEXTS = st.text()
+TOKENS = st.builds(
+    TokenLogprobs, NUMBERS, st.none() | FLOATS, st.lists(st.tuples(NUMBERS, FLOATS), max_size=3).map(tuple)
+)
+OUTPUTS = st.builds(
+    Output,
+    NUMBERS,
+    TEXTS,
+    st.lists(NUMBERS, max_size=5).map(tuple),
+    st.lists(TOKENS, max_size=3).map(tuple),
+    st.none() | TEXTS,
+    NUMBERS,
+    st.lists(TOKENS, max_size=3).map(tuple),
+    error=TEXTS,
+    offsets=st.lists(NUMBERS, max_size=5).map(tuple),
+)
+PARAMETERS = st.builds(
+    SamplingParams,
+    max_new_tokens=st.integers(1, 1 << 31),
+    temperature=st.floats(0, 10),
+    seed=st.integers(0, (1 << 64) - 1),
+    stop=st.lists(st.text(min_size=1), max_size=3).map(tuple),
+    logit_bias=st.dictionaries(NUMBERS, st.floats(-100, 100), max_size=3),
+    logprobs=st.none() | st.integers(0, 20),
+)
+IDS = st.lists(NUMBERS, max_size=5)
+MOVES = st.builds(Move, TEXTS, st.none() | st.tuples(TEXTS, TEXTS), st.none() | TOKENS, TEXTS)
+
+
+@settings(max_examples=200)
+@given(
+    st.builds(Submit, IDS, IDS, IDS, PARAMETERS, TEXTS, MOVES)
+    | st.builds(Abort, IDS)
+    | st.builds(Seen, st.dictionaries(NUMBERS, NUMBERS, max_size=3))
+    | st.builds(Pull, NUMBERS, TEXTS, TEXTS)
+    | st.builds(First, NUMBERS, TOKENS)
+)
+def test_any_command_is_read_as_it_was_sent(command: Command) -> None:
+    assert [*unpack_commands(pack(command) * 2)] == [command] * 2
+
+
+@settings(max_examples=200)
+@given(
+    st.builds(Report, st.lists(OUTPUTS, max_size=3), NUMBERS, NUMBERS, NUMBERS, st.floats(0, 1), st.just({}))
+    | st.builds(Wanted, NUMBERS, IDS, PARAMETERS, TEXTS)
+)
+def test_any_report_is_read_as_it_was_sent(message: RanksMessage) -> None:
+    assert unpack(pack(message)[LENGTH.size :]) == message
+
+
+def test_a_prompt_has_five_bytes_a_token_however_many_choices_it_has() -> None:
     prompt = list(range(100_000, 260_000))
-    one, many = (len(pack_command(Submit([1] * n, [1 << 63] * n, prompt, PARAMS))) for n in (1, 128))
-    assert one < 4 * len(prompt) + 1000
+    one, many = (len(pack(Submit([1] * n, [1 << 63] * n, prompt, PARAMS))) for n in (1, 128))
+    assert one < 5 * len(prompt) + 1000
     assert many < one + 128 * 30
+
+
+def forged(command: Message, **changes: Any) -> bytes:
+    """Return a command with other fields, as it travels."""
+    body = msgspec.msgpack.encode({**msgspec.msgpack.decode(msgspec.msgpack.encode(command)), **changes})
+    return LENGTH.pack(len(body)) + body
+
+
+def malformed() -> Iterator[tuple[bytes, str]]:
+    """Yield commands that the HTTP process never sends, and words of their refusals."""
+    submit = COMMANDS[0]
+    params = msgspec.msgpack.decode(msgspec.msgpack.encode(PARAMS))
+    yield forged(submit, params={**params, "temperature": -1}), "temperature"
+    yield forged(submit, params={**params, "seed": 1 << 63, "min_tokens": 8}), "min_tokens is 8"
+    yield forged(submit, params={**params, "grammar": {"kind": "code", "text": "a"}}), "grammar.kind"
+    yield forged(submit, prompt_token_ids=[1, "2"]), "Expected `int`, got `str`"
+    yield forged(submit, prompt_token_ids=[1, True]), "Expected `int`, got `bool`"
+    yield forged(submit, move=["h", "engine"]), "move"
+    yield forged(submit, more=1), "unknown field"
+    yield forged(submit, type="System"), "Invalid value 'System'"
+    yield forged(Drain()), "Invalid value 'Drain'"
+    yield forged(JOB, layout={**JOB.json_fields()["layout"], "dcp_size": 3}), "dcp_size 3 does not divide"
+    yield forged(Stop(1, 2), num_tokens=None), "num_tokens"
+    whole = pack(submit)
+    yield LENGTH.pack(len(whole) - LENGTH.size - 1) + whole[LENGTH.size : -1], "truncated"
+    yield LENGTH.pack(5) + b"\xdd\xff\xff\xff\xff", "Expected `object`, got `array`"
+
+
+@pytest.mark.parametrize(("packed", "words"), [*malformed()])
+def test_a_malformed_command_is_refused(packed: bytes, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        list(unpack_commands(packed))
+
+
+def test_jobs_with_other_fields_are_refused() -> None:
+    fields = JOB.json_fields()
+    for wrong in ({**fields, "layout": {**fields["layout"], "more": 1}}, {**fields, "more": 1}):
+        with pytest.raises(ValueError, match="more"):
+            Connect.of(wrong)
 
 
 class Attack:
@@ -74,13 +231,14 @@ class Attack:
 
 
 def test_a_pickle_is_no_command(tmp_path: Path) -> None:
-    """In place of the whole command, of its JSON, and of its tokens."""
+    """In place of the whole command, and of fields of it."""
     code = pickle.dumps(Attack(tmp_path / "touched"))
-    header = json.dumps({"kind": "Submit", **vars(Submit([1], [1], [], PARAMS)), "params": {}}, default=str).encode()
-    bodies = [code, LENGTH.pack(len(code))[:4] + code, LENGTH.pack(len(header))[:4] + header + code]
-    for body in bodies:
-        with suppress(ValueError, TypeError, KeyError, struct.error):
-            list(unpack_commands(LENGTH.pack(len(body)) + body))
+    bodies = [LENGTH.pack(len(code)) + code, forged(COMMANDS[0], params=code), forged(COMMANDS[0], move=code)]
+    for packed in [*bodies, forged(COMMANDS[0], prompt_token_ids=[code]), forged(JOB, layout=code)]:
+        with pytest.raises(ValueError, match=r"Expected|malformed|missing"):
+            list(unpack_commands(packed))
+    with suppress(struct.error, ValueError):
+        list(unpack_commands(code))
     assert not (tmp_path / "touched").exists()
     pickle.loads(code)
     assert (tmp_path / "touched").exists()
@@ -89,11 +247,11 @@ def test_a_pickle_is_no_command(tmp_path: Path) -> None:
 def test_requests_that_are_dropped_leave_the_queue() -> None:
     """Fifty times a prompt of a megabyte, and no rank takes a command meanwhile."""
     wire: Any = Wire()
-    outbox, prompt = Outbox(wire), [7] * (1 << 18)
+    outbox, prompt = Outbox(wire), [1 << 20] * (1 << 18)
     for number in range(50):
         outbox.submit(Submit([2 * number, 2 * number + 1], [0, 0], prompt, PARAMS))
         outbox.abort([2 * number, 2 * number + 1])
-    assert len(wire.sent) < WINDOW + 4 * len(prompt) + 2000
+    assert len(wire.sent) < WINDOW + 5 * len(prompt) + 2000
     assert not outbox._waiting
     sent = [*unpack_commands(wire.sent)]
     submitted = {request_id for command in sent if isinstance(command, Submit) for request_id in command.request_ids}

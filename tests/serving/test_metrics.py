@@ -9,10 +9,10 @@ def value(metrics: Metrics, name: str, **labels: str) -> float | None:
 
 
 def test_totals_are_counted_once() -> None:
-    metrics, tier, move = Metrics(), ("blocks", "host", "load"), ("requests", "received", "done")
+    metrics, tier, move = Metrics(), ("kv_offload_blocks", "host", "load"), ("kv_transfer_requests", "received", "done")
     for total in (3, 3, 5):
-        totals = {"preemptions": total, "draft_tokens": 2 * total}
-        metrics.state(Report([], 0, 1, 2, 0.5, totals, {tier: total}, {move: total}))
+        totals = {("preemptions",): total, ("draft_tokens",): 2 * total, tier: total, move: total}
+        metrics.state(Report([], 0, 1, 2, 0.5, totals))
     assert value(metrics, "preemptions_total") == 5
     assert value(metrics, "draft_tokens_total") == 10
     assert value(metrics, "kv_offload_blocks_total", tier="host", direction="load") == 5

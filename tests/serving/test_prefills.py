@@ -8,13 +8,14 @@ from typing import Any
 
 import httpx2
 import pytest
+from msgspec.structs import replace
 
 from dcpmla.runtime.sampling import SamplingParams
-from dcpmla.serving import prefill_server
+from dcpmla.serving import prefills
+from dcpmla.serving.background import Prepared
 from dcpmla.serving.errors import ApiError
-from dcpmla.serving.messages import Abort, Submit
+from dcpmla.serving.messages import Abort, Connect, Disconnect, First, Lose, Pull, Submit, Wanted
 from dcpmla.serving.prefills import Prefills
-from dcpmla.serving.transfer_messages import Connect, Disconnect, First, Lose, Pull, Wanted
 from tests.support.servers import KEY
 from tests.support.transfer_servers import FIRST, Network, Ranks, job, layout, until
 
@@ -23,8 +24,8 @@ PARAMS = SamplingParams(max_new_tokens=9, seed=5, logprobs=1)
 
 @pytest.fixture(autouse=True)
 def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_server, "_PERIOD", 0.02)
-    monkeypatch.setattr(prefill_server, "LOST", 0.2)
+    monkeypatch.setattr(prefills, "_PERIOD", 0.02)
+    monkeypatch.setattr(prefills, "LOST", 0.2)
 
 
 class Decoder:
@@ -40,7 +41,6 @@ class Decoder:
         self.there = Ranks("d", answers=False)
         urls = [f"http://p{number}" for number in range(num_servers)]
         self.prefills = Prefills(urls, self.there.engine, KEY, self.network)
-        self.there.engine.on_start(self.there.started)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -236,10 +236,11 @@ def test_a_server_that_does_not_suit_is_not_used(answer: str) -> None:
     async def test() -> None:
         decoder = Decoder()
         if answer == "other cache":
-            decoder.prefills._own = job("d", layout(row_bytes=32))
+            other = replace(decoder.there.started, link=job("d", layout(row_bytes=32)))
+            decoder.there.engine.prepared = Prepared(other, None)
         elif answer == "another layout":  # which the server itself has not compared
             decoder.network.apps["p0"] = httpx2.Response(
-                200, json={**vars(job("p0", layout(row_bytes=32))), "secret": "s"}
+                200, json={**job("p0", layout(row_bytes=32)).json_fields(), "secret": "s"}
             )
         elif answer == "wrong key":
             decoder.prefills._client.headers["Authorization"] = "Bearer wrong"

@@ -19,7 +19,7 @@ import dcpmla.serving.frontend as frontend_module
 import dcpmla.serving.guard as guard_module
 from dcpmla.serving.connections import Connection, Limits, limit_connections
 from dcpmla.serving.frontend import Frontend, listen
-from dcpmla.serving.messages import BEAT, Close, pack_command
+from dcpmla.serving.messages import BEAT, Close, pack
 from tests.support.servers import NEEDLE, serve, wait_until_healthy
 
 LATE = 60  # seconds after which a test fails
@@ -46,7 +46,7 @@ def beat(connection: socket.socket) -> None:
     for _ in range(30):
         connection.sendall(BEAT)
         time.sleep(0.2)
-    connection.sendall(pack_command(Close()))
+    connection.sendall(pack(Close()))
     time.sleep(LATE)
 
 
@@ -63,13 +63,13 @@ def test_a_silent_process_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_process_that_beats_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frontend_module, "SILENCE", 5)
     frontend = start(beat)
-    assert take(frontend) == pack_command(Close())
-    assert frontend.num_taken == len(pack_command(Close()))
+    assert take(frontend) == pack(Close())
+    assert frontend.num_taken == len(pack(Close()))
     os.kill(frontend._pid, signal.SIGKILL)
 
 
 def test_half_a_command_is_none() -> None:
-    frontend = start(lambda connection: connection.sendall(pack_command(Close())[:-1]))
+    frontend = start(lambda connection: connection.sendall(pack(Close())[:-1]))
     with pytest.raises(RuntimeError, match="the HTTP process has ended: see its lines above"):
         take(frontend)
     frontend.close()

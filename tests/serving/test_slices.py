@@ -3,19 +3,19 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.serving.answers import Answers
 from dcpmla.serving.anthropic_body import MessagesBody
 from dcpmla.serving.anthropic_reply import messages_reply
 from dcpmla.serving.app import Api
-from dcpmla.serving.background import prepare
+from dcpmla.serving.background import Prepared, prepare
 from dcpmla.serving.chat_answers import ChatAnswers
 from dcpmla.serving.connections import Limits
 from dcpmla.serving.errors import ApiError
@@ -223,7 +223,7 @@ def test_a_chat_without_a_limit_asks_for_no_more_than_is_served(fields: dict[str
     """Streams are written as they come."""
     engine, wire = make_engine(max_num_seqs=5, max_model_len=2_000_000, num_cache_tokens=2_000_000)
     tokenizer = scripted_tokenizer("{% for m in messages %}a{% endfor %}")
-    engine.model = replace(engine.ready(), tokenizer=tokenizer, vocab_size=len(tokenizer))
+    engine.prepared = Prepared(replace(engine.ready().model, vocab_size=len(tokenizer)), tokenizer)
     app = Api(engine, Settings(name="model", request_timeout=30, host="0.0.0.0"), Limits(), Worker(prepare)).app()
 
     async def ask() -> int:

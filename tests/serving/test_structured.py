@@ -3,13 +3,13 @@
 import asyncio
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from enum import Enum
 from typing import Any
 
 import httpx2
 import jsonschema
 import pytest
+from msgspec.structs import replace
 from openai import BadRequestError, OpenAI
 from pydantic import BaseModel, Field
 
@@ -46,7 +46,7 @@ class Machine(BaseModel):
 # Its markup is Ling's; the prompts are short, for the model's context is.
 TEMPLATE = "{# <tool_call> #}{% if tools %}T{% endif %}{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
 ONE_LINE = dict.fromkeys(map(str, LINES), -100)  # Random models write long indentations after each end of a line.
-MODEL = Started(None, "", 300, 100, 4, 1000)
+MODEL = Started("", 300, 100, 4, 1000)
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"a": {"enum": [1, 2, "x"]}},

@@ -9,21 +9,22 @@ import pytest
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.answers import Answers
-from dcpmla.serving.background import Background, prepare
+from dcpmla.serving.background import Background, Prepared
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Output, Started
 from dcpmla.serving.prompts import Prompt, Texts
 from dcpmla.serving.reading import RequestText
 from dcpmla.serving.shown import Shown
 from dcpmla.serving.slices import slices
-from dcpmla.serving.worker import Worker
 from tests.support.small_tokenizers import FAMILIES, SENTENCES, SPECIAL, byte_letter, tokenizer_of
 from tests.support.whole_answers import whole_of
+from tests.support.workers import worker_of
 
 
 def texts_of(family: str) -> Texts:
-    model = Started(tokenizer_of(family), "", len(tokenizer_of(family)), 1000, 4, 1000)
-    return Texts(Background(model, Worker(prepare)))
+    tokenizer = tokenizer_of(family)
+    prepared = Prepared(Started("", len(tokenizer), 1000, 4, 1000), tokenizer)
+    return Texts(Background(prepared, worker_of(tokenizer)))
 
 
 def prompt_of(family: str, content: str | list[int]) -> Prompt:
@@ -124,10 +125,9 @@ def test_tokens_are_those_of_the_tokenizer(family: str, adds_special: bool) -> N
 
 
 def long_texts_of(family: str) -> Texts:
-    model = Started(
-        tokenizer_of(family), "", len(tokenizer_of(family)), 200_000, 4, 200_000, no_grammars="not of all of them"
-    )
-    return Texts(Background(model, Worker(prepare)))
+    tokenizer = tokenizer_of(family)
+    model = Started("", len(tokenizer), 200_000, 4, 200_000, no_grammars="not of all of them")
+    return Texts(Background(Prepared(model, tokenizer), worker_of(tokenizer)))
 
 
 @pytest.mark.usefixtures("_short_texts_are_long")

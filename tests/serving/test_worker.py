@@ -4,21 +4,26 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dcpmla.extras import missing
 from dcpmla.serving import worker
-from dcpmla.serving.worker import LimitError, Worker
+from dcpmla.serving.background import Prepared, prepare
+from dcpmla.serving.messages import Started
+from dcpmla.serving.worker import Allowance, LimitError, Worker
+from tests.support.small_tokenizers import tokenizer_of
 
 
 def prepared(model: str) -> str:
     return model.upper()
 
 
-def joined(model: str, *args: Any) -> list[Any]:
-    return [model, *args]
+def joined(model: str, number: int, text: str) -> list[Any]:
+    return [model, number, text]
 
 
 def parent(model: str) -> int:
@@ -55,15 +60,53 @@ def test_functions_get_the_prepared_model() -> None:
     assert asyncio.run(calls()) == [["MODEL", number, "é"] for number in range(5)]
 
 
+def shape(prepared: Prepared, text: str) -> list[Any]:
+    threads, token_ids = os.listdir(f"/proc/{os.getppid()}/task"), prepared.tokenizer.encode(text)
+    return [len(threads), token_ids, prepared.no_tokenizer, prepared.vocabulary is not None]
+
+
+def test_a_worker_loads_its_own_tokenizer_and_has_no_threads(tmp_path: Path) -> None:
+    """Its children are forks of it, and threads would not be in them."""
+
+    async def calls() -> list[Any]:
+        return [await own.call(Started(str(tmp_path), len(tokenizer), 9, 9, 9), shape, text) for text in ("a b", "é")]
+
+    tokenizer = tokenizer_of("straddling")  # It is not trained: that takes threads, too.
+    tokenizer.save_pretrained(tmp_path)
+    own = Worker(prepare)
+    has_grammars = not missing("structured")
+    assert asyncio.run(calls()) == [[1, tokenizer.encode(text), "", has_grammars] for text in ("a b", "é")]
+
+
+def measure(model: str, sizes: Mapping[str, int], texts: Sequence[str], allowance: Allowance) -> list[Any]:
+    return [sizes["a"], list(texts), allowance.num_bytes]
+
+
+def test_arguments_have_their_types() -> None:
+    """Integers of any size, dataclasses, and texts that look like other things."""
+    values: list[Any] = [{"a": 1 << 70}, ["null", "\x00é🦊"], Allowance(num_bytes=5)]
+    wrong: list[list[Any]] = [[*values[:2], {"num_bytes": "5"}], values[:2], [*values, 1], [{"a": "1"}, *values[1:]]]
+
+    async def calls() -> Any:
+        answer = await own.call("m", measure, *values)
+        for args in wrong:
+            with pytest.raises(LimitError):
+                await own.call("m", measure, *args)
+        return answer
+
+    own = Worker(prepared)
+    assert asyncio.run(calls()) == [1 << 70, ["null", "\x00é🦊"], 5]
+
+
 @pytest.mark.parametrize("function", [spin, fill, write_much, fail])
 def test_limits_end_a_function_and_nothing_else(function: Any, capfd: pytest.CaptureFixture[str]) -> None:
     async def calls() -> Any:
         with pytest.raises(LimitError):
             await own.call("m", function)
-        return await own.call("m", joined)
+        return await own.call("m", joined, 1, "")
 
     own = Worker(prepared)
-    assert asyncio.run(calls()) == ["M"]
+    assert asyncio.run(calls()) == ["M", 1, ""]
     assert ("KeyError: 'a mistake'" in capfd.readouterr().err) == (function is fail)
 
 
@@ -73,12 +116,12 @@ def test_another_process_follows_one_that_was_killed() -> None:
         os.kill(first, signal.SIGKILL)
         while Path(f"/proc/{first}/stat").read_text().split(")")[1].split()[0] != "Z":
             await asyncio.sleep(0.01)
-        return first, await own.call("m", parent), await own.call("m", joined)
+        return first, await own.call("m", parent), await own.call("m", joined, 1, "")
 
     own = Worker(prepared)
     first, second, answer = asyncio.run(calls())
     assert first != second
-    assert answer == ["M"]
+    assert answer == ["M", 1, ""]
 
 
 def test_functions_end_with_their_callers(tmp_path: Path) -> None:
@@ -91,18 +134,18 @@ def test_functions_end_with_their_callers(tmp_path: Path) -> None:
         while not all(path.exists() and path.read_text() for path in paths[:num_permits]):
             await asyncio.sleep(0.01)
         worker.CLIENT.set("another")
-        assert await own.call("m", joined) == ["M"]
+        assert await own.call("m", joined, 1, "") == ["M", 1, ""]
         for task in tasks:
             task.cancel()
         worker.CLIENT.set("")
-        answer = await own.call("m", joined)
+        answer = await own.call("m", joined, 1, "")
         pids = [int(path.read_text()) for path in paths if path.exists()]
         while any(Path(f"/proc/{pid}").exists() for pid in pids):
             await asyncio.sleep(0.01)
         return answer, len(pids)
 
     own = Worker(prepared)
-    assert asyncio.run(calls()) == (["M"], num_permits)
+    assert asyncio.run(calls()) == (["M", 1, ""], num_permits)
 
 
 def test_permits_are_given_in_the_order_of_arrival() -> None:

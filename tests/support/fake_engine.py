@@ -2,6 +2,7 @@
 
 import json
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from dcpmla.serving.messages import (
     LENGTH,
     Abort,
     Close,
+    Message,
+    Opened,
     Output,
     Report,
     Started,
@@ -55,7 +58,9 @@ class FakeEngine:
         self.num_submitted = 0
         self._num_bytes = 0
         self._lock = threading.Lock()
-        self._send(Started(None, "there is none", 1000, 10_000, 4, 20_000))
+        with tempfile.TemporaryDirectory() as directory:
+            self._send(Opened(directory), Started(directory, 1000, 10_000, 4, 20_000))
+            wait_until(self.is_healthy, "the server does not start")
         threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._report, daemon=True).start()
 
@@ -86,7 +91,7 @@ class FakeEngine:
     def is_healthy(self) -> bool:
         return httpx2.get(f"{self.url}/health", timeout=LATE).status_code == 200
 
-    def _send(self, *messages: object) -> None:
+    def _send(self, *messages: Message) -> None:
         with self._lock:
             self._socket.sendall(b"".join(map(pack, messages)))
 

@@ -4,6 +4,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tokenizers import AddedToken
@@ -12,7 +13,19 @@ from transformers import PreTrainedTokenizerFast
 from dcpmla.runtime.request import Request, TokenLogprobs
 from dcpmla.serving.frontend import listen
 from dcpmla.serving.http import serve_http
-from dcpmla.serving.messages import LENGTH, Close, Output, Report, Started, Stopped, Submit, pack, unpack_commands
+from dcpmla.serving.messages import (
+    LENGTH,
+    Close,
+    Message,
+    Opened,
+    Output,
+    Report,
+    Started,
+    Stopped,
+    Submit,
+    pack,
+    unpack_commands,
+)
 from dcpmla.serving.settings import Settings
 from tests.support.ranks import start_process
 from tests.support.servers import KEY, wait_until_healthy
@@ -37,21 +50,23 @@ class ScriptedModel:
 
     Args:
         script: Function that answers prompts; it runs in the thread.
+        directory: Folder for the tokenizer's files, which the server reads.
         step: Number of tokens of an output.
     """
 
-    def __init__(self, tokenizer: Any, script: Script, connection: socket.socket, step: int = 1) -> None:
+    def __init__(
+        self, tokenizer: Any, script: Script, connection: socket.socket, directory: str, step: int = 1
+    ) -> None:
         self._tokenizer, self._script, self._socket, self.step = tokenizer, script, connection, step
         self._eos = frozenset([tokenizer.convert_tokens_to_ids(EOS)])
         self._num_bytes = 0
         self.is_mute = False
         self.prompts: list[str] = []
         self.submitted: list[Submit] = []
-        self._send(
-            Started(
-                tokenizer, "", len(tokenizer), 100_000, 4, 100_000, "scripted", eos_token_ids=[tokenizer.eos_token_id]
-            )
-        )
+        tokenizer.save_pretrained(directory)
+        ends = [tokenizer.eos_token_id]
+        self._send(Opened(directory))
+        self._send(Started(directory, len(tokenizer), 100_000, 4, 100_000, "scripted", eos_token_ids=ends))
         threading.Thread(target=self._read, daemon=True).start()
 
     def stop(self) -> None:
@@ -59,7 +74,7 @@ class ScriptedModel:
         with suppress(OSError):
             self._send(Stopped())
 
-    def _send(self, message: object) -> None:
+    def _send(self, message: Message) -> None:
         self._socket.sendall(pack(message))
 
     def _report(self, *outputs: Output) -> None:
@@ -115,12 +130,13 @@ def serve_script(tokenizer: Any, script: Script, **settings: Any) -> Iterator[Ru
     process = start_process(serve_http, (other_end, listener, Settings(**{**options, **settings})))
     other_end.close()
     listener.close()
-    model = ScriptedModel(tokenizer, script, ours)
-    try:
-        wait_until_healthy(url, 60, process.is_alive)
-        yield RunningScript(url, model)
-    finally:
-        model.stop()
-        process.join(10)
-        process.kill()
-        process.join()
+    with TemporaryDirectory() as directory:
+        model = ScriptedModel(tokenizer, script, ours, directory)
+        try:
+            wait_until_healthy(url, 60, process.is_alive)
+            yield RunningScript(url, model)
+        finally:
+            model.stop()
+            process.join(10)
+            process.kill()
+            process.join()

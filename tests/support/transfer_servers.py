@@ -1,7 +1,6 @@
 """HTTP applications of prefill and decode servers in this process, over lists of commands in place of ranks."""
 
 import asyncio
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -9,15 +8,14 @@ import httpx2
 
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.serving.app import Api
-from dcpmla.serving.background import prepare
+from dcpmla.serving.background import Prepared, prepare
 from dcpmla.serving.client import Engine
 from dcpmla.serving.connections import Limits
-from dcpmla.serving.messages import Output, Report, Started, Submit, unpack_commands
+from dcpmla.serving.messages import Connect, Output, Report, Started, Submit, unpack_commands
 from dcpmla.serving.metrics import Metrics
 from dcpmla.serving.outbox import Outbox
 from dcpmla.serving.prefills import Prefills
 from dcpmla.serving.settings import Settings
-from dcpmla.serving.transfer_messages import Connect
 from dcpmla.serving.worker import Worker
 from dcpmla.transfer.layout import CacheLayout, TokenSpec
 from tests.support.servers import KEY
@@ -30,7 +28,7 @@ def layout(row_bytes: int = 64, facts: tuple[tuple[str, str], ...] = (("dtype (-
 
 
 def job(engine: str, own: CacheLayout | None = None) -> Connect:
-    return Connect(engine, json.loads(json.dumps((own or layout()).to_json())), ["AAAA"])
+    return Connect(engine, own or layout(), [bytes(3)])
 
 
 class Ranks:
@@ -46,8 +44,8 @@ class Ranks:
         self.answers = answers
         stream: Any = self
         self.engine = Engine(stream, Outbox(stream), 8, Metrics())
-        self.started = Started(None, "there is none", 1000, 500, 8, 4000, link=job(engine) if engine else None)
-        self.engine.model = self.started
+        self.started = Started("", 1000, 500, 8, 4000, link=job(engine) if engine else None)
+        self.engine.prepared = Prepared(self.started, None, "there is none")
         self.beat()
 
     def beat(self) -> None:

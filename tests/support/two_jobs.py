@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -26,7 +27,7 @@ from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.stats import TransferTotals
 from dcpmla.transfer import worker
 from dcpmla.transfer.incoming import Incoming
-from dcpmla.transfer.layout import describe
+from dcpmla.transfer.layout import CacheLayout, describe
 from dcpmla.transfer.outgoing import Outgoing
 from dcpmla.transfer.parts import RowMover
 from dcpmla.transfer.staging import allocate_staging
@@ -105,14 +106,14 @@ def link(engine: Engine, directory: Path, meeting: Meeting, name: str, other: st
     transport = NixlTransport(rank_name(name, rank), allocate_staging(device, 4, SLOT_BYTES))
     meeting.put(f"{name}{rank}", transport.metadata())
     if rank == 0:
-        meeting.put(name, json.dumps(layout.to_json()).encode())
+        meeting.put(name, msgspec.json.encode(layout))
     mover = RowMover(engine.cache, layout)
     if name == "prefill":
         engine.link(Outgoing(transport, mover, layout, rank), None)
     else:
         engine.link(None, Incoming(transport, mover, layout, rank))
     agents = [meeting.get(f"{other}{peer}") for peer in range(num_others)]
-    engine.handoffs.connect(Peer(other, layout.from_json(json.loads(meeting.get(other))), agents))
+    engine.handoffs.connect(Peer(other, msgspec.json.decode(meeting.get(other), type=CacheLayout), agents))
 
 
 def prefill(
