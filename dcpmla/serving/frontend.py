@@ -51,7 +51,7 @@ class Frontend:
                 os._exit(1)
         theirs.close()
         os.close(guards_end)
-        self._outbox: SimpleQueue[Message | None] = SimpleQueue()
+        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
         self._inbox: SimpleQueue[bytes | None] = SimpleQueue()
         self._next: list[bytes | None] = []  # taken from the inbox while the engine was idle
         self._is_silent = False
@@ -66,7 +66,7 @@ class Frontend:
 
     def send(self, message: Message) -> None:
         """Queue a message."""
-        self._outbox.put(message)
+        self._outbox.put(pack(message))
 
     def wait(self, seconds: float) -> None:
         """Wait for a command, at most for some seconds."""
@@ -123,7 +123,7 @@ class Frontend:
     def _write(self) -> None:
         with suppress(OSError):  # the reader notices the end, too
             while (message := self._outbox.get()) is not None:
-                self._socket.sendall(pack(message))
+                self._socket.sendall(message)
 
     def _read(self) -> None:
         try:
