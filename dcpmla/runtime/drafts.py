@@ -91,7 +91,3 @@ class NoDrafter(Drafter):
     def draft(self, wanted: Sequence[tuple[Request, int]], previous: "InFlightStep | None") -> Drafts:
         """Return no drafts."""
         return Drafts.of([])
-
-    def candidates(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """Return no request."""
-        return []

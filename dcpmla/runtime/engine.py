@@ -427,14 +427,15 @@ class Engine:
         for piece, drafts, tokens in step.results(agreed.tokens):
             if piece.request.finish_reason:
                 continue
-            num_drafts = self.speculation.accept(piece, drafts, len(tokens) - 1)
-            num_rejected += len(drafts) + 1 - len(tokens)
-            self.stats.count_drafts(num_drafts, len(tokens) - 1)
+            if drafts:
+                num_drafts = self.speculation.accept(piece, drafts, len(tokens) - 1)
+                num_rejected += len(drafts) + 1 - len(tokens)
+                self.stats.count_drafts(num_drafts, len(tokens) - 1)
             self._append(piece.request, tokens, step.logits.get(piece.request))
-        ended, num_tokens = time.perf_counter(), sum(piece.num_tokens for piece in step.pieces)
+        ended, num_tokens = time.perf_counter(), step.num_tokens - num_rejected
         self.speculation.learn(agreed.step_time)
         self.speculation.end(step, ended - self._last_end)
-        self.stats.count_step(step.is_prefill, num_tokens - num_rejected, ended - max(step.started, self._last_end))
+        self.stats.count_step(step.is_prefill, num_tokens, ended - max(step.started, self._last_end))
         self._last_end = ended
 
     def _append(self, request: Request, tokens: Sequence[int], logits: Tensor | None = None) -> None:

@@ -42,14 +42,17 @@ class StepInputs:
     Attributes:
         token_ids: [T] int64 on the device; on the CPU if the host knows every token and all rows need logits.
         ready: Pieces of requests whose tokens are all computed after this step.
+        starts: First of the new tokens that each ready piece may get, one and one more after each draft, and their
+            number n.
         logits_at: [n] int64 on the device, rows of their last tokens and of all drafts; None if these are all rows.
-        positions: Position of each piece's first token.
+        positions: Position of each piece's first token; empty in a step that continues the previous one.
     """
 
     token_ids: Tensor
     ready: list[Piece]
+    starts: Sequence[int]
     logits_at: Tensor | None
-    positions: list[int]
+    positions: Sequence[int] = ()
 
     @classmethod
     def of(
@@ -63,6 +66,12 @@ class StepInputs:
         """
         there = [] if previous is None else [previous.newest]  # tokens that the host does not know
         num_there = sum(map(len, there))
+        if previous is not None and (drafts is None or drafts.is_cuda) and batch.goes_on(previous.rows):
+            if drafts is None:
+                return cls(previous.newest, batch.pieces, range(num_there + 1), None)
+            columns = [tokens.view(num_there, -1) for tokens in (previous.newest, drafts)]
+            joined = torch.cat(columns, 1).flatten().clamp_(min=0)
+            return cls(joined, batch.pieces, range(0, len(joined) + 1, len(joined) // num_there), None)
         known_drafts: list[int] = []
         if drafts is not None and drafts.is_cuda:
             there.append(drafts)
@@ -95,10 +104,7 @@ class StepInputs:
             if end - start == request.num_pending_tokens:
                 ready.append(piece)
                 logits_rows += range(len(token_ids) - 1 - num_drafts, len(token_ids))
-        if previous is not None and num_there == len(token_ids) and batch.goes_on(previous.rows):
-            columns = [tokens.view(len(batch.pieces), -1) for tokens in there]
-            joined = there[0] if len(there) == 1 else torch.cat(columns, 1).flatten().clamp_(min=0)
-            return cls(joined, ready, None, positions)
+        starts = [*accumulate((1 + piece.num_drafts for piece in ready), initial=0)]
         rows = [] if len(logits_rows) == len(token_ids) else [logits_rows]
         rows += [unknown, sources] if unknown else []
         numbers = [np.array(column, dtype=np.int64) for column in (token_ids, *rows)]
@@ -106,7 +112,7 @@ class StepInputs:
         if unknown:
             *rows_there, unknown_rows, source_rows = rows_there
             known.index_copy_(0, unknown_rows, torch.cat(there).clamp_(min=0).index_select(0, source_rows))
-        return cls(known, ready, rows_there[0] if rows_there else None, positions)
+        return cls(known, ready, starts, rows_there[0] if rows_there else None, positions)
 
     def on(self, device: torch.device) -> Tensor:
         """Return the tokens on the device."""
@@ -129,7 +135,7 @@ class InFlightStep:
     Attributes:
         rows: Row of each request in `newest`.
         newest: Last new token of each request [n] int64 on the device.
-        positions: Position of each piece's first token, in a step with prompts.
+        starts, positions: Numbers of its inputs (`StepInputs`).
         is_under_way: True until the step has been waited for.
         drafts, num_accepted: Drafts, and accepted ones of each request in `rows`, on the host; valid after the wait.
         logits: [tokens, vocab] on the host, of requests that keep theirs; valid after the wait.
@@ -150,16 +156,15 @@ class InFlightStep:
     ) -> None:
         self.pieces, self.ready, self.computed = batch.pieces, inputs.ready, computed
         self.message, self.logprobs = message, logprobs
-        self.is_prefill, self.started = batch.has_prompts, started
+        self.is_prefill, self.num_tokens, self.started = batch.has_prompts, batch.num_tokens, started
         self.num_drafts = 0 if drafts is None else len(drafts)
         self.is_under_way = True
         self.drafts, self.num_accepted = list[int](), [0] * len(self.ready)
-        self.positions = inputs.positions
+        self.starts, self.positions = inputs.starts, inputs.positions
         self.verified, self.newest = verified, message.tokens
         if verified is not None:
             self.newest = verified.newest
         self.rows = {piece.request: row for row, piece in enumerate(self.ready)}
-        self.starts = [*accumulate((1 + piece.num_drafts for piece in self.ready), initial=0)]
         # Copies follow the device's work, into pinned memory on a GPU, so the host does not wait here.
         self._on_host = message.memory.to("cpu", non_blocking=True)
         self.logits = {
@@ -170,26 +175,26 @@ class InFlightStep:
         self._done = torch.cuda.Event() if message.words.is_cuda else None  # the CPU is done already
         if self._done is not None:
             self._done.record()
-
-    def begin(self) -> None:
-        """Count the new tokens and drafts of its requests as in flight, until `wait`."""
-        for piece in self.ready:
-            piece.request.num_in_flight += 1
-            piece.request.num_tried += piece.num_drafts
+        self._count(1)
 
     def wait(self) -> list[int]:
         """Wait for the step, and return the words of its message, whose tokens the host knows from now on."""
         if self._done is not None:
             self._done.synchronize()
         self.is_under_way = False
-        for piece in self.ready:
-            piece.request.num_in_flight -= 1
-            piece.request.num_tried -= piece.num_drafts
+        self._count(-1)
         words: list[int] = self._on_host.tolist()
         num_words = len(self.message.words)
         if self.num_drafts:
             self.num_accepted[:], self.drafts = words[num_words : -self.num_drafts], words[-self.num_drafts :]
         return words[:num_words]
+
+    def _count(self, factor: int) -> None:
+        """Count the new tokens and drafts of its requests as in flight; with a factor of -1 no longer."""
+        for request, _, num_drafts in self.ready:
+            request.num_in_flight += factor
+            if num_drafts:
+                request.num_tried += factor * num_drafts
 
     def results(self, tokens: Sequence[int]) -> Iterator[tuple[Piece, Sequence[int], Sequence[int]]]:
         """Yield each request with its drafts, and its new tokens: those sampled up to the first rejected draft.

@@ -209,7 +209,8 @@ class Request:
     @property
     def is_short(self) -> bool:
         """Return whether the next token to be chosen is one of the first min_tokens, which end no request."""
-        return self.num_new_tokens < self.params.min_tokens
+        least = self.params.min_tokens
+        return least > 0 and self.num_new_tokens < least
 
     @property
     def is_scored(self) -> bool:

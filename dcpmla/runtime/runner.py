@@ -75,7 +75,7 @@ class StepRunner:
         if self._scales_pending:
             return None
         num_reqs, query_len = len(batch.pieces), batch.most_drafts + 1
-        is_decode = batch.num_absorbed == num_reqs and batch.longest_absorbed <= query_len
+        is_decode = batch.num_absorbed == num_reqs and not batch.has_long_absorbed
         if decode is not None and is_decode and (size := decode.decode_size(num_reqs, query_len)):
             return decode, size
         if prompts is None:
@@ -96,11 +96,12 @@ class StepRunner:
             started: Seconds on the host's clock.
         """
         prompts, host_drafts = PromptRows.of(batch), None
-        if drafts is not None and any(piece.request.params.grammar is not None for piece in batch.pieces):
+        has_grammars = any(piece.request.params.grammar is not None for piece in batch.pieces)
+        if drafts is not None and has_grammars:
             host_drafts = HostDrafts(drafts)
         inputs, computed, logits = self.run(batch, previous, drafts, graph, prompts)
         batch.advance()
-        return ComputedStep(batch, inputs, drafts, host_drafts, prompts, computed, logits, started)
+        return ComputedStep(batch, inputs, drafts, host_drafts, has_grammars, prompts, computed, logits, started)
 
     def finish(
         self, step: "ComputedStep", previous: InFlightStep | None, speculation: Speculation, agreement: Agreement
@@ -111,19 +112,18 @@ class StepRunner:
             previous: Step in flight, None if its tokens have been taken since the start of this one.
             agreement: Messages of the ranks, one a step.
         """
-        ready, drafts, logits = step.inputs.ready, step.drafts, step.logits
+        ready, starts, drafts, logits = step.inputs.ready, step.inputs.starts, step.drafts, step.logits
         tokens = self._choose_tokens(step, previous)
-        tokens = step.prompts.reject_not_finite(tokens, logits, ready)
+        if step.batch.has_prompts:  # the step of a prompt's last token is one
+            tokens = step.prompts.reject_not_finite(tokens, logits, ready, starts)
         num_verified = 0 if drafts is None else len(ready) + len(drafts)
         num_compiled = self._grammars.num_compiled
         message = agreement.start(tokens, self._model.faults, speculation.step_time, num_verified, num_compiled)
         verified = speculation.verify(drafts, ready, message)
-        logprobs = Logprobs(logits, ready, message.tokens, step.prompts)
-        in_flight = InFlightStep(
+        logprobs = Logprobs(logits, ready, starts, message.tokens, step.prompts)
+        return InFlightStep(
             step.batch, step.inputs, step.computed, message, drafts, verified, logits, logprobs, step.started
         )
-        in_flight.begin()
-        return in_flight
 
     def run(
         self,
@@ -169,15 +169,16 @@ class StepRunner:
         """Return the number of a request's tokens that absorbed attention takes at a time: a decode and its drafts, or
         a width that suits the kernels if pieces of prompts are longer.
         """
-        is_cut = batch.longest_absorbed > batch.most_drafts + 1
-        return self._tokens_per_request if is_cut else batch.most_drafts + 1
+        return self._tokens_per_request if batch.has_long_absorbed else batch.most_drafts + 1
 
     def _choose_tokens(self, step: "ComputedStep", previous: InFlightStep | None) -> Tensor:
         """Choose a token after each of the requests' last tokens and drafts, [n] int64 on the device."""
         ready, logits = step.inputs.ready, step.logits
-        requests = [piece.request for piece in ready for _ in range(1 + piece.num_drafts)]
+        requests = [piece.request for piece in ready]
+        if step.drafts is not None:
+            requests = [piece.request for piece in ready for _ in range(1 + piece.num_drafts)]
         params, allowed, masked = [request.params for request in requests], logits[: len(requests)], None
-        if any(each.grammar is not None for each in params):
+        if step.has_grammars:
             masked = self._masks.apply(allowed, ready, step.host_drafts)
             allowed = masked.logits
         shaped = self._penalties.shape_logits(allowed, requests, previous)
@@ -191,6 +192,7 @@ class ComputedStep:
 
     Attributes:
         drafts, host_drafts: Drafts to verify, and their copy on the host where masks depend on it.
+        has_grammars: Whether any of its requests follows a grammar.
         prompts: Tokens of prompts that it scores.
         logits: [n + p, vocab] float32 (`StepRunner.run`).
         started: Seconds on the host's clock.
@@ -200,6 +202,7 @@ class ComputedStep:
     inputs: StepInputs
     drafts: Tensor | None
     host_drafts: HostDrafts | None
+    has_grammars: bool
     prompts: PromptRows
     computed: Computed
     logits: Tensor
@@ -208,7 +211,8 @@ class ComputedStep:
     @property
     def needs_tokens(self) -> bool:
         """Return whether the choice of its tokens depends on the previous step's tokens on the host."""
-        return any(request.params.grammar and request.num_in_flight for request, _, _ in self.inputs.ready)
+        is_unknown = (request.params.grammar and request.num_in_flight for request, *_ in self.inputs.ready)
+        return self.has_grammars and any(is_unknown)
 
 
 def reads_between_graphs(batch: Batch, graph: Graph | None) -> bool:
@@ -219,9 +223,11 @@ def reads_between_graphs(batch: Batch, graph: Graph | None) -> bool:
 
 
 def _draw(ready: Sequence[Piece], previous: InFlightStep | None, device: torch.device) -> Sequence[float] | Tensor:
-    """Return a random number for each token [n], 0 if it is not drawn; float64 on the device if they depend on the
-    number of drafts that the step in flight accepts.
+    """Return a random number for each token [n], 0 if it is not drawn, or none if no token is; float64 on the device if
+    they depend on the number of drafts that the step in flight accepts.
     """
+    if not any(piece.request.params.temperature for piece in ready):
+        return []
     numbers: list[float] = []
     at: list[int] = []
     orders: list[int] = []  # each request's index in the step in flight; -1, the zero at the end, if irrelevant

@@ -46,12 +46,13 @@ class Speculation:
         Args:
             is_ahead: Whether it is launched before the tokens of the one under way are on the host.
         """
-        if is_ahead and self.drafter.reads_tokens:
+        num_drafts = self.drafter.num_speculative_tokens
+        if not num_drafts or (is_ahead and self.drafter.reads_tokens):
             return 0
-        num_drafts, can_draft = self.drafter.num_speculative_tokens, [each for each in running if each.can_draft]
-        if len(running) * (1 + num_drafts) > MAX_DRAFT_ROWS or not can_draft:
+        if len(running) * (1 + num_drafts) > MAX_DRAFT_ROWS:
             return 0
-        drafting = self.drafter.candidates(can_draft)
+        can_draft = [each for each in running if each.can_draft]
+        drafting = self.drafter.candidates(can_draft) if can_draft else ()
         if not drafting:
             return 0
         outcomes = [request.acceptance for request in drafting]
@@ -63,11 +64,13 @@ class Speculation:
         Args:
             previous: The previous step, under way or not.
         """
+        if not self.drafter.num_speculative_tokens:
+            return None
         drafts = self.drafter.draft([(piece.request, piece.num_drafts) for piece in batch.pieces], previous)
         for index, num_drafts in enumerate(drafts.nums):
             batch.set_drafts(index, num_drafts)
         if not batch.has_prompts:
-            self._payoff.count_step(batch.most_drafts > 0)
+            self._payoff.count_step(batch.num_drafts > 0)
         return drafts.token_ids if len(drafts.token_ids) else None
 
     def verify(self, drafts: Tensor | None, ready: Sequence[Piece], message: Message) -> Verified | None:
@@ -87,15 +90,14 @@ class Speculation:
         return verify(drafts, message.tokens, nums, compared, message.memory[len(message.words) :])
 
     def accept(self, piece: Piece, drafts: Sequence[int], num_accepted: int) -> int:
-        """Count a request's drafts and return their number; accepted ones count as computed. Cache entries of rejected
-        drafts will be overwritten.
+        """Count a request's drafts, at least one, and return their number; accepted ones count as computed. Cache
+        entries of rejected drafts will be overwritten.
         """
         request, num_drafts = piece.request, sum(draft != NO_DRAFT for draft in drafts)
         if num_drafts:
             request.acceptance.count(num_drafts, num_accepted)
             self._payoff.count(num_drafts, num_accepted)
-        if drafts:
-            request.keep_draws(num_accepted + 1)
+        request.keep_draws(num_accepted + 1)
         if request.block_ids:  # a request without blocks was preempted, and is recomputed
             request.num_computed_tokens += num_accepted
         return num_drafts
