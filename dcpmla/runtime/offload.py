@@ -99,7 +99,7 @@ class Offload:
         if slot is not None:
             self._memory.store_state(state.source, slot)
             if self.disk is not None:
-                self.disk.add_state(state.key)
+                self.disk.add([state.key], is_state=True)
 
     def totals(self) -> dict[tuple[str, str], CopyTotals]:
         """Return the totals of transfers by tier ("host", "disk") and direction ("load", "store")."""
@@ -135,7 +135,7 @@ class Offload:
             copy = self._memory.store(blocks, slots)
             self._stores.append(_Store(copy, dict(zip(keys, blocks, strict=True))))
         if self.disk is not None:
-            self.disk.add_blocks(keys)
+            self.disk.add(keys)
 
     def _load(self, request: Request) -> None:
         loading = request.loading
