@@ -42,7 +42,7 @@ class Batch:
         room_us: Microseconds that further pieces of prompts may take (`PieceCosts.piece_us`).
         copies: States to copy before it, (source, target), in this order.
         loads: Requests whose blocks or states are to be loaded from host memory (`Request.loading`).
-        arrivals: Requests whose prompts another job prefills, from now on (`Arriving`).
+        arrivals: Requests whose prompts another job prefills, from now on.
         num_scored: Tokens of prompts whose log probabilities are computed.
         num_absorbed: Number of pieces, the first ones, that attend with absorbed queries: until `arrange`, of decodes.
         num_tokens: Number of tokens to compute.
@@ -51,7 +51,7 @@ class Batch:
 
     budget: int
     room_us: float = math.inf
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list, init=False)
     copies: list[tuple[int, int]] = field(default_factory=list)
     loads: list[Request] = field(default_factory=list)
     arrivals: list[Request] = field(default_factory=list)

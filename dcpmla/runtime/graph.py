@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -25,19 +25,9 @@ from dcpmla.runtime.graph_sizes import (
     most_absorbed,
     token_sizes,
 )
+from dcpmla.runtime.model import Model
 
 Step = Callable[[Tensor, StepMetadata, Cache], Tensor]
-
-
-class PromptModel(Protocol):
-    """A model whose steps with prompts are captured; `dcpmla.integrations.sharded_model.ShardedModel` is one."""
-
-    device: torch.device
-    dtype: torch.dtype
-
-    def hidden(self, token_ids: Tensor, metadata: StepMetadata, cache: Cache) -> Tensor: ...
-
-    def prepare(self, metadata: StepMetadata) -> StepMetadata: ...
 
 
 class StepGraph:
@@ -127,7 +117,7 @@ class StepGraph:
     @classmethod
     def prompts(
         cls,
-        model: PromptModel,
+        model: Model,
         cache: Cache,
         steps: StepBuilder,
         mesh: DCPMesh,

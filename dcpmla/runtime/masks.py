@@ -11,6 +11,7 @@ from torch import Tensor
 from dcpmla.runtime.batch import Piece
 from dcpmla.runtime.drafts import NO_DRAFT
 from dcpmla.runtime.grammars import Follower, Grammars
+from dcpmla.runtime.host_copy import HostCopy
 from dcpmla.runtime.request import Request
 from dcpmla.upload import upload
 
@@ -40,27 +41,6 @@ class Masked(NamedTuple):
         return tokens.index_fill(0, upload([np.array(self.failed)], tokens.device)[0], NO_TOKEN)
 
 
-class HostDrafts:
-    """A step's drafts on their way to the host, from before the model computes it.
-
-    Args:
-        drafts: [N] int64, piece after piece.
-    """
-
-    def __init__(self, drafts: Tensor) -> None:
-        self._tokens = drafts.to("cpu", non_blocking=True)
-        self._done = torch.cuda.Event() if drafts.is_cuda else None
-        if self._done is not None:
-            self._done.record()
-
-    def wait(self) -> list[int]:
-        """Return the drafts, without waiting for the step itself."""
-        if self._done is not None:
-            self._done.synchronize()
-        tokens: list[int] = self._tokens.tolist()
-        return tokens
-
-
 class Masks:
     """Masks of the choices of a step. Other ranks than the first make none: their tokens are replaced by its tokens."""
 
@@ -68,13 +48,13 @@ class Masks:
         self._grammars = grammars
         self._executor: LLExecutor | None = None
 
-    def apply(self, logits: Tensor, ready: Sequence[Piece], drafts: HostDrafts | None) -> Masked:
+    def apply(self, logits: Tensor, ready: Sequence[Piece], drafts: HostCopy | None) -> Masked:
         """Return a step's logits under the masks of its grammars: the same tensor without any.
 
         Args:
             logits: [n, vocab] float32, a row for each ready piece and after each of its drafts.
             ready: Pieces whose requests' tokens before this step are all known.
-            drafts: The step's drafts, of all pieces.
+            drafts: The step's drafts, of all pieces, copied before the model computes it.
         """
         choices, row, draft = list[_Choices](), 0, 0
         tokens = [] if drafts is None else drafts.wait()

@@ -79,7 +79,6 @@ class Offload:
             loading, piece.request.loading = piece.request.loading, None
             if loading is None:
                 continue
-            assert isinstance(loading, Loading)
             assert isinstance(loading.copy, Copy)
             if waits_by_layer and not loading.has_ended:
                 loading.copy.wait_by_layer(self._cache.loads)
@@ -139,7 +138,7 @@ class Offload:
 
     def _load(self, request: Request) -> None:
         loading = request.loading
-        assert isinstance(loading, Loading)
+        assert loading is not None
         tier = self.tier
         slots, state = tier.blocks.slots(loading.keys), None
         if loading.state is not None:

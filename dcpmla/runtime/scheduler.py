@@ -15,7 +15,7 @@ from dcpmla.fields import check_fields, option_label, whole
 from dcpmla.runtime.batch import Batch
 from dcpmla.runtime.costs import TOKEN_COSTS, LoadCosts, PieceCosts, piece_tokens
 from dcpmla.runtime.disk_offload import DiskReads, Readiness
-from dcpmla.runtime.progress import Arriving
+from dcpmla.runtime.progress import Loading
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.reuse import Found, PrefixReuse
 
@@ -188,7 +188,7 @@ class Scheduler:
                 batch.copies.append((found.state, request.state))
         request.block_ids = array("q", known + self.allocator.allocate(num_new))
         if is_elsewhere:
-            request.loading = Arriving()
+            request.loading = Loading(can_join=False)
             batch.arrivals.append(request)
         elif found.keys or found.state_key is not None:
             request.loading = self.reuse.load(found, request.block_ids, request.state)

@@ -18,13 +18,14 @@ class Speculation:
 
     Args:
         drafter: Source of drafts.
+        drafts_always: Whether each step drafts for all its requests that can draft.
 
     Attributes:
         step_time: Time of the last step, if it had decodes alone and its time is representative (`end`).
     """
 
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter = drafter
+    def __init__(self, drafter: Drafter, drafts_always: bool = False) -> None:
+        self.drafter, self._drafts_always = drafter, drafts_always
         self.step_time: StepTime | None = None
         self._payoff = Payoff()
         self._last_kind: tuple[int, bool] | None = None  # the previous step's number of decodes, and whether it drafted
@@ -52,7 +53,9 @@ class Speculation:
         if len(running) * (1 + num_drafts) > MAX_DRAFT_ROWS:
             return 0
         can_draft = [each for each in running if each.can_draft]
-        drafting = self.drafter.candidates(can_draft) if can_draft else ()
+        if not can_draft or self._drafts_always:
+            return num_drafts if can_draft else 0
+        drafting = self.drafter.candidates(can_draft)
         if not drafting:
             return 0
         outcomes = [request.acceptance for request in drafting]
@@ -117,7 +120,3 @@ class Speculation:
         """Record the time of a step, the same on all ranks."""
         if step_time is not None:
             self._payoff.learn(step_time)
-
-    def close(self) -> None:
-        """Free what the drafter holds."""
-        self.drafter.close()
