@@ -15,7 +15,7 @@ from dcpmla.fields import Flag, Rule, check_fields, is_number, is_whole, option_
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.admission import NOW, Arrivals, check_prompt, whole_numbers
 from dcpmla.runtime.agreement import Agreed, Agreement, News
-from dcpmla.runtime.drafts import Drafter, NoDrafter
+from dcpmla.runtime.drafts import Drafter
 from dcpmla.runtime.endings import StopStrings, failure
 from dcpmla.runtime.grammars import Grammars
 from dcpmla.runtime.graph import StepGraph
@@ -102,7 +102,7 @@ class Engine:
         self.max_model_len, self.tokenizer = max_model_len, tokenizer
         self.on_step, self.has_forms = on_step, dcp.deterministic
         self.graph, self.mixed_graph = graph, mixed_graph
-        self.stats, self.speculation = Stats(), Speculation(drafter or NoDrafter())
+        self.stats, self.speculation = Stats(), Speculation(drafter or Drafter())
         self.grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids, is_first=mesh.tp_rank == 0)
         self.stops = None if tokenizer is None else StopStrings(tokenizer)
         self.handoffs: Handoffs | None = None
@@ -431,8 +431,7 @@ class Engine:
                 self.stats.count_drafts(num_drafts, len(tokens) - 1)
             self._append(piece.request, tokens, step.logits.get(piece.request))
         ended, num_tokens = time.perf_counter(), step.num_tokens - num_rejected
-        self.speculation.learn(agreed.step_time)
-        self.speculation.end(step, ended - self._last_end)
+        self.speculation.end(step, ended - self._last_end, agreed.step_time)
         self.stats.count_step(step.is_prefill, num_tokens, ended - max(step.started, self._last_end))
         self._last_end = ended
 

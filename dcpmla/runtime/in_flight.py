@@ -199,10 +199,9 @@ class InFlightStep:
         Args:
             tokens: [n] of the message.
         """
-        at = 0
-        for piece, row, num in zip(self.ready, self.starts, self.num_accepted, strict=False):
-            yield piece, self.drafts[at : at + piece.num_drafts], tokens[row : row + 1 + num]
-            at += piece.num_drafts
+        for index, (piece, row, num) in enumerate(zip(self.ready, self.starts, self.num_accepted, strict=False)):
+            drafts_at = row - index  # each request before has one token more than drafts
+            yield piece, self.drafts[drafts_at : drafts_at + piece.num_drafts], tokens[row : row + 1 + num]
 
     @property
     def sampled_rows(self) -> Tensor:

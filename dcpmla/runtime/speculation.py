@@ -105,18 +105,19 @@ class Speculation:
             request.num_computed_tokens += num_accepted
         return num_drafts
 
-    def end(self, pending: InFlightStep, seconds: float) -> None:
-        """Record the seconds from the end of the previous step to the end of this one.
+    def end(self, pending: InFlightStep, seconds: float, agreed: StepTime | None) -> None:
+        """Record the end of a step.
 
         Time a step without drafts only if the previous step was of the same kind and size.
+
+        Args:
+            seconds: Seconds from the end of the previous step to the end of this one, on this rank.
+            agreed: Time of an earlier step, the same on all ranks.
         """
+        if agreed is not None:
+            self._payoff.learn(agreed)
         kind = None if pending.is_prefill else (len(pending.pieces), pending.num_drafts > 0)
         self.step_time = None
         if kind is not None and (kind[1] or kind == self._last_kind):
             self.step_time = StepTime(*kind, seconds)
         self._last_kind = kind
-
-    def learn(self, step_time: StepTime | None) -> None:
-        """Record the time of a step, the same on all ranks."""
-        if step_time is not None:
-            self._payoff.learn(step_time)

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from functools import partial
 
 from dcpmla.transfer.arrival import Arrival, Awaited, Offered, Source
 from dcpmla.transfer.layout import CacheLayout
@@ -90,7 +89,7 @@ class Incoming(Side[Awaited]):
         if awaited is None or source is None or source.is_complete:
             return  # the arrival has ended
         source.heard = time.monotonic()
-        self._try(awaited, partial(self._accept, awaited, source, message))
+        self._try(awaited, self._accept, awaited, source, message)
 
     def _accept(self, awaited: Awaited, source: Source, message: Message) -> bool:
         """Accept a message of an open arrival."""
@@ -113,7 +112,7 @@ class Incoming(Side[Awaited]):
         # Reads start while slots are free, one for each arrival in turn.
         waiting = [awaited for awaited in self._transfers.values() if awaited.offered]
         while waiting and self._staging.num_free:
-            waiting = [awaited for awaited in waiting if self._try(awaited, partial(self._start_read, awaited))]
+            waiting = [awaited for awaited in waiting if self._try(awaited, self._start_read, awaited)]
         return bool(self._readings)
 
     def _start_read(self, awaited: Awaited) -> bool:

@@ -3,7 +3,6 @@
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from functools import partial
 
 from dcpmla.transfer.handoff import Handoff, Target
 from dcpmla.transfer.layout import CacheLayout
@@ -149,7 +148,7 @@ class Outgoing(Side[Served]):
         self, action: Callable[[Served, Target], bool], opened: Iterable[tuple[Served, Target]]
     ) -> list[tuple[Served, Target]]:
         """Run an action for ranks; return those for which it is true."""
-        return [each for each in opened if self._try(each[0], partial(action, *each))]
+        return [each for each in opened if self._try(each[0], action, *each)]
 
     def _announce(self, served: Served, target: Target) -> bool:
         """Offer the slots that are filled. After the last one was read, the part of the handoff is complete."""

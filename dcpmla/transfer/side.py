@@ -48,9 +48,7 @@ class Side(ABC, Generic[TransferT]):
         device = transport.memory.device
         self._staging, self._stream = Staging(transport.memory), SideStream(device)
         self._calls: deque[Callable[[], None]] = deque()
-        self._routes: dict[
-            str, dict[int, Route]
-        ] = {}  # keys: the engine, and each of its ranks that this one talks with
+        self._routes: dict[str, dict[int, Route]] = {}  # by engine, and by its ranks that this one talks with
         self._transfers: dict[Hashable, TransferT] = {}
         self._closing: list[tuple[Outcome, str]] = []  # Each ends, for its reason, with its last gather or scatter.
         self._logged: set[str] = set()
@@ -141,12 +139,12 @@ class Side(ABC, Generic[TransferT]):
         for transfer in list(self._transfers.values()):
             self._end(transfer, reason)
 
-    def _try(self, transfer: TransferT, action: Callable[[], bool]) -> bool:
+    def _try(self, transfer: TransferT, action: Callable[..., bool], *arguments: Any) -> bool:
         """Run an action of an open transfer, and return its result. Any error ends that transfer alone."""
         if self._transfers.get(transfer.key) is not transfer:
             return False
         try:
-            return action()
+            return action(*arguments)
         except Exception as error:
             if not isinstance(error, ConnectionError):
                 self._log(f"{transfer.noun} fails", error)
