@@ -7,60 +7,20 @@ pair are refused.
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
-
-import torch.distributed as dist
 
 from dcpmla.job.identity import JobIdentity
+from dcpmla.job.launch_info import LaunchInfo
 from dcpmla.job.mpi import meet_over_mpi
-from dcpmla.job.rounds import open_round
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_MPIRUN = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-)  # Open MPI; MPICH, Intel MPI, Cray
+# Open MPI; MPICH, Intel MPI, Cray.
+_MPIRUN = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
 _SRUN = ("SLURM_PROCID", "SLURM_NTASKS")
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # first id of batch scripts and interactive shells, which srun did not start
 _PORTS = range(20000, 32000)  # below the ephemeral ports
 
 Environment = Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class LaunchInfo:
-    """This process as its launcher numbers it.
-
-    Attributes:
-        launcher: One of "torchrun", "mpirun", "srun" or "one process".
-        address: Host and port of the store where the ranks meet; None for one process.
-        identity: Identity of the job there; None for one process.
-        listener: Descriptor of rank 0's socket at that address; None where the store opens it.
-    """
-
-    launcher: str
-    rank: int
-    num_ranks: int
-    local_rank: int
-    num_local_ranks: int
-    address: tuple[str, int] | None = None
-    identity: JobIdentity | None = field(default=None, repr=False, compare=False)
-    listener: int | None = field(default=None, repr=False, compare=False)
-
-    def open_store(self, timeout: timedelta) -> dist.Store:
-        """Open the store where the ranks meet. Collective."""
-        if self.identity is None or self.address is None:
-            return dist.HashStore()
-        store: Any
-        if self.launcher == "torchrun":  # its agent may keep the store while it restarts the ranks
-            store = next(dist.rendezvous("env://", self.rank, self.num_ranks, timeout=timeout))[0]
-        else:
-            # Without wait_for_workers: torch counts every process that connects, also one of another job.
-            options: Any = {"is_master": self.rank == 0, "master_listen_fd": self.listener}
-            store = dist.TCPStore(*self.address, timeout=timeout, wait_for_workers=False, **options)
-        return open_round(store, self.identity, self.rank, timeout)
 
 
 def find_launch_info(env: Environment, timeout: timedelta) -> LaunchInfo:
@@ -141,21 +101,17 @@ def _is_mpirun(env: Environment) -> bool:
 
 
 def _mpirun(env: Environment, timeout: timedelta) -> LaunchInfo:
-    meeting = meet_over_mpi(env.get("MASTER_ADDR"), "OMPI_COMM_WORLD_SIZE" in env, claimed_rank(env) or "?", timeout)
-    rank, num_ranks = meeting.rank, meeting.num_ranks
+    of_open_mpi, job = "OMPI_COMM_WORLD_SIZE" in env, env.get("PMIX_NAMESPACE", "")
+    launch = meet_over_mpi(env.get("MASTER_ADDR"), of_open_mpi, job, claimed_rank(env) or "?", timeout)
+    found = str(launch.rank), str(launch.num_ranks)
     for rank_name, size_name in _MPIRUN:
-        claimed = env.get(rank_name, str(rank)), env.get(size_name, str(num_ranks))
-        if claimed != (str(rank), str(num_ranks)):
+        claimed = env.get(rank_name, found[0]), env.get(size_name, found[1])
+        if claimed != found:
             raise ValueError(
-                f"mpirun's {rank_name} is {claimed[0]} and {size_name} {claimed[1]}, but mpi4py found rank {rank} of "
-                f"{num_ranks}; use the mpirun that belongs to mpi4py's MPI"
+                f"mpirun's {rank_name} is {claimed[0]} and {size_name} {claimed[1]}, but mpi4py found rank {found[0]} "
+                f"of {found[1]}; use the mpirun that belongs to mpi4py's MPI"
             )
-    if num_ranks == 1:
-        return LaunchInfo("mpirun", 0, 1, 0, 1)
-    listener, address = meeting.listener.detach() if meeting.listener else None, (meeting.host, meeting.port)
-    identity = JobIdentity("mpirun", env.get("PMIX_NAMESPACE", ""), "", num_ranks, meeting.nonce)
-    local = meeting.local_rank, meeting.num_local_ranks
-    return LaunchInfo("mpirun", rank, num_ranks, *local, address, identity, listener)
+    return launch if launch.num_ranks > 1 else LaunchInfo("mpirun", 0, 1, 0, 1)
 
 
 def _is_srun(env: Environment) -> bool:

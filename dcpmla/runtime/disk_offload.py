@@ -232,15 +232,10 @@ class _Writer:
             if len(self._unwritten) > 2 * self._host.num_slots:
                 self._unwritten = {key: None for key in self._unwritten if key in self._host}
 
-    @property
-    def is_writing(self) -> bool:
-        """Return whether a transfer is under way."""
-        return bool(self._writing)
-
     def take(self) -> list[Place]:
-        """Return places of content to write next, whose host memory is kept until `end`."""
+        """Return places of content to write next, whose host memory is kept until `end`; none before that."""
         places: list[Place] = []
-        limit = min(_MAX_WRITTEN, _writing_limit(self._host))
+        limit = 0 if self._writing else min(_MAX_WRITTEN, _writing_limit(self._host))
         while self._unwritten and len(places) < limit:
             key = next(iter(self._unwritten))
             if key in self._host and key not in self._disk:
@@ -302,7 +297,7 @@ class DiskOffload:
             self._num_reads += 1
             self._move(part.places, part.is_state, True, partial(self._end_read, part))
         for is_state, writer in zip((False, True), self._writers, strict=True):
-            if not writer.is_writing and (places := writer.take()):
+            if places := writer.take():
                 self._move(places, is_state, False, partial(writer.end, places))
 
     def close(self) -> None:

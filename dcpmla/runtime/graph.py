@@ -229,7 +229,8 @@ class StepGraph:
             size, requests = self._decodes(requests)
         if size.is_whole:
             self._fill(size, inputs, requests, num_rejected)
-            return self._rows(self._replay(size), len(inputs))
+            out = self._replay(size)
+            return out[: len(inputs)] if self.latest_rows is None else out.index_select(0, self.latest_rows)
         num_decode_tokens, room = sum(requests.query_lens[: requests.num_decodes]), self._limits.room(size)
         has_room = num_decode_tokens <= room or not room
         self._fill(size, inputs, requests if has_room else requests._replace(num_decodes=0), None)
@@ -297,10 +298,6 @@ class StepGraph:
         self._graphs.run(size)
         assert self._out is not None
         return self._out[: size.num_tokens]
-
-    def _rows(self, out: Tensor, num_tokens: int) -> Tensor:
-        """Return the rows of the tokens."""
-        return out[:num_tokens] if self.latest_rows is None else out.index_select(0, self.latest_rows)
 
     def _cleared(self, sizes: Iterable[Hashable]) -> Iterator[Hashable]:
         """Yield sizes, each when its inputs are padding, which leaves the cache alone."""

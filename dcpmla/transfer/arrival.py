@@ -60,8 +60,6 @@ class Awaited(Transfer[Arrival]):
         num_moving: Number of its parts in slots of this rank.
     """
 
-    noun = "an arrival"
-
     def __init__(self, arrival: Arrival, sources: "dict[int, Source]") -> None:
         super().__init__(arrival, (arrival.engine, arrival.name))
         self.sources = sources

@@ -23,7 +23,7 @@ class Incoming(Side[Awaited]):
         silence: Seconds without a word of a prefill rank, after which an arrival from it fails.
     """
 
-    is_source, other, looks = False, "prefill server", 6
+    is_source, other, noun, looks = False, "prefill server", "an arrival", 6
 
     def __init__(
         self, transport: Transport, mover: RowMover, layout: CacheLayout, rank: int, silence: float = SILENCE

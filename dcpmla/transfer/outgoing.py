@@ -26,7 +26,7 @@ class Outgoing(Side[Served]):
         lease: Seconds without a word of a decode rank, after which a handoff fails.
     """
 
-    is_source, other, looks = True, "decode server", 16
+    is_source, other, noun, looks = True, "decode server", "a handoff", 16
 
     def __init__(
         self, transport: Transport, mover: RowMover, layout: CacheLayout, rank: int, lease: float = LEASE

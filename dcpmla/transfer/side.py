@@ -40,6 +40,7 @@ class Side(ABC, Generic[TransferT]):
 
     is_source: ClassVar[bool]  # whether rows leave this rank
     other: ClassVar[str]  # the other job
+    noun: ClassVar[str]  # a transfer, in the log
     looks: ClassVar[int]  # number of looks for silent ranks in the time of the patience
 
     def __init__(self, transport: Transport, mover: RowMover, layout: CacheLayout, rank: int, patience: float) -> None:
@@ -147,7 +148,7 @@ class Side(ABC, Generic[TransferT]):
             return action(*arguments)
         except Exception as error:
             if not isinstance(error, ConnectionError):
-                self._log(f"{transfer.noun} fails", error)
+                self._log(f"{self.noun} fails", error)
             self._end(transfer, f"{type(error).__name__}: {error}")
             return False
 
