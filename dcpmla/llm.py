@@ -187,7 +187,7 @@ class LLM:
 
     def _text_stream(self, request: Request) -> TextStream | None:
         tokenizer = self.engine.tokenizer
-        return None if tokenizer is None else TextStream.of(tokenizer, request.params, request.prompt_token_ids)
+        return None if tokenizer is None else TextStream(tokenizer, request.params, request.prompt_token_ids)
 
     def _leave(self, requests: Sequence[Request]) -> None:
         for request in requests:

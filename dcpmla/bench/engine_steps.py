@@ -10,9 +10,8 @@ import torch
 
 from dcpmla.bench.load import add_load, make_load
 from dcpmla.bench.timing import largest, profile_kernels, time_calls
-from dcpmla.runtime.batch import Batch, Piece
+from dcpmla.runtime.batch import Batch
 from dcpmla.runtime.engine import Engine
-from dcpmla.runtime.logprobs import PromptRows
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.runner import StepRunner
 from dcpmla.runtime.sampling import SamplingParams
@@ -66,12 +65,12 @@ def mixed_times(engine: Engine, num_tokens: int, num_decodes: int, context: int,
     costs, device = engine.scheduler.costs, engine.model.device
     runner = StepRunner(engine.model, engine.cache, engine.dcp, engine.mesh.dcp_rank, costs, engine.grammars)
     mixed = engine.mixed_graph if in_graphs else None
-    batch = Batch(0, pieces=_pieces(engine, num_tokens, num_decodes, context))
+    batch = _batch(engine, num_tokens, num_decodes, context)
     batch.arrange(costs, 0 if mixed is None else mixed.max_whole_tokens)
-    graph, prompts = runner.graph_of(batch, None, mixed), PromptRows.of(batch)
+    graph = runner.graph_of(batch, None, mixed)
 
     def step(_: int = 0) -> None:
-        runner.run(batch, None, None, graph, prompts)
+        runner.start(batch, None, None, graph, 0.0)
 
     with torch.inference_mode():
         step_us = time_calls(step, device, _STEPS[device.type], _NUM_SAMPLES)
@@ -81,18 +80,20 @@ def mixed_times(engine: Engine, num_tokens: int, num_decodes: int, context: int,
         return MixedTimes(step_us, largest(device_us, device))
 
 
-def _pieces(engine: Engine, num_tokens: int, num_decodes: int, context: int) -> list[Piece]:
+def _batch(engine: Engine, num_tokens: int, num_decodes: int, context: int) -> Batch:
     """Return decodes after a context, then the first tokens of a prompt; their blocks may be shared."""
-    sizes = engine.cache.sizes
+    batch, sizes = Batch(num_tokens), engine.cache.sizes
 
-    def piece(index: int, num_cached: int, num_new: int) -> Piece:
-        request = Request([1 + index % 2] * (num_cached + num_new), SamplingParams(ignore_eos=True))
+    def add(index: int, num_cached: int, num_new: int, has_forms: bool = False) -> None:
+        request = Request(
+            [1 + index % 2] * (num_cached + num_new), SamplingParams(ignore_eos=True), has_forms=has_forms
+        )
         blocks = -(-(num_cached + num_new) // sizes.block_tokens)
         request.block_ids = array("q", ((index * blocks + block) % sizes.num_blocks for block in range(blocks)))
         request.num_computed_tokens, request.state = num_cached, index if sizes.num_states else None
-        return Piece(request, num_new)
+        batch.add(request, num_new)
 
-    decodes = [piece(index, context, 1) for index in range(num_decodes)]
-    prompt = piece(num_decodes, 0, num_tokens - num_decodes)
-    prompt.request.has_forms = engine.has_forms
-    return [*decodes, prompt]
+    for index in range(num_decodes):
+        add(index, context, 1)
+    add(num_decodes, 0, num_tokens - num_decodes, engine.has_forms)
+    return batch

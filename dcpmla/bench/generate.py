@@ -29,7 +29,7 @@ from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import Job
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
-from dcpmla.runtime.drafts import Drafter, NoDrafter
+from dcpmla.runtime.drafts import Drafter
 from dcpmla.runtime.speculation import Speculation
 
 _NUM_DECODES = 32  # decodes of a step with a piece of a prompt
@@ -210,7 +210,7 @@ class Generate(Benchmark[Batch, None]):
         """Return the drafter of a case, with its forced acceptance."""
         engine, drafter = self.engine, self.speculation.drafter
         if case.acceptance is None:
-            return NoDrafter()
+            return Drafter()
         model = engine.model
         return ForcedDrafter(drafter, case.acceptance, model.vocab_size, model.device, not case.is_adaptive)
 

@@ -16,7 +16,7 @@ from dcpmla.cli.options import add_job_arguments, join, seconds, start
 from dcpmla.job.bootstrap import Ranks, agree
 from dcpmla.job.faults import is_out_of_memory
 from dcpmla.job.join import LOAD_TIMEOUT, Job
-from dcpmla.job.launcher import LaunchInfo
+from dcpmla.job.launch_info import LaunchInfo
 
 _TIMEOUTS = 5  # limit of one case in multiples of --timeout, compilation of its kernels included
 _TIME_LIMIT = 450  # seconds

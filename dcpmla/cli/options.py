@@ -10,7 +10,7 @@ from dcpmla.config import DCPConfig
 from dcpmla.integrations.arguments import layout
 from dcpmla.job.bootstrap import DEVICES
 from dcpmla.job.join import TIMEOUT, Job, check_num_ranks, join_ranks
-from dcpmla.job.launcher import LaunchInfo
+from dcpmla.job.launch_info import LaunchInfo
 from dcpmla.planning.capacity import FORMATS
 
 if TYPE_CHECKING:  # these import transformers, which only commands that run a model need

@@ -14,7 +14,7 @@ from dcpmla.integrations.families.table import family_of
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
-from dcpmla.runtime.drafts import Drafter, NoDrafter
+from dcpmla.runtime.drafts import Drafter
 from dcpmla.runtime.graph import Step, StepGraph
 from dcpmla.runtime.mtp import MtpDrafter
 from dcpmla.runtime.ngram import NgramDrafter
@@ -45,7 +45,7 @@ def make_drafter(
         graphs: Graphs from `mtp_graphs`, made or captured over the cache.
     """
     if method == "none":
-        return NoDrafter()
+        return Drafter()
     if method == "ngram":
         return NgramDrafter(num_speculative_tokens, model.device)
     return MtpDrafter(num_speculative_tokens, model, cache, mesh, *graphs)

@@ -14,6 +14,7 @@ import transformers
 from tokenizers import processors
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
+from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.text.stream import TextStream
 
 _JINJA2 = (3, 1, 6)  # the first release whose sandbox has no known escape
@@ -122,7 +123,7 @@ def _check_texts(tokenizer: Any) -> None:
     """Raise ValueError unless `TextStream` and the tokenizer make the same text of each probe's tokens."""
     for probe in _PROBES:
         token_ids = list(tokenizer(probe, add_special_tokens=False)["input_ids"])
-        text = TextStream(tokenizer).end(token_ids, is_stop_token=False)
+        text = TextStream(tokenizer, SamplingParams()).end(token_ids, is_stop_token=False)
         if text != (expected := tokenizer.decode(token_ids, skip_special_tokens=True)):
             raise ValueError(f"the texts of tokens {token_ids} make {text!r}; the tokenizer decodes {expected!r}")
 

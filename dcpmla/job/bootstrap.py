@@ -11,7 +11,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from dcpmla.job.launcher import LaunchInfo, find_launch_info
+from dcpmla.job.launch_info import LaunchInfo
+from dcpmla.job.launcher import find_launch_info
 from dcpmla.job.rendezvous import meet
 from dcpmla.parallel.collectives import PeerFault, gather_values
 

@@ -16,12 +16,8 @@ from dcpmla.parallel.collectives import PeerFault, is_failed_collective, name_ra
 RESTART = "run the same command again"
 _LOOK = f"see what holds it there, then {RESTART}; or raise --timeout"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_NO_MEMORY = (
-    "out of memory",
-    "can't allocate memory",
-    "bad_alloc",
-    "alloc_failed",
-)  # CUDA, torch's CPU allocator, C++, cuBLAS
+# Words of CUDA, torch's CPU allocator, C++ and cuBLAS.
+_NO_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "alloc_failed")
 
 
 @dataclass(frozen=True)

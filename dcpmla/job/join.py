@@ -11,7 +11,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from dcpmla.job.bootstrap import Ranks, assign_device, check_equal_arguments, process_groups
-from dcpmla.job.launcher import LaunchInfo, find_launch_info
+from dcpmla.job.launch_info import LaunchInfo
+from dcpmla.job.launcher import find_launch_info
 from dcpmla.job.rendezvous import agree_at, meet
 from dcpmla.job.watchdog import Reported, Watchdog
 

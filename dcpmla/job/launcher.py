@@ -6,47 +6,21 @@ pair are refused.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from functools import partial
-from typing import Any
-
-import torch.distributed as dist
 
 from dcpmla.job.identity import JobIdentity
+from dcpmla.job.launch_info import LaunchInfo
 from dcpmla.job.mpi import meet_over_mpi
-from dcpmla.job.rounds import open_round
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_MPIRUN = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-)  # Open MPI; MPICH, Intel MPI, Cray
+# Open MPI; MPICH, Intel MPI, Cray.
+_MPIRUN = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
 _SRUN = ("SLURM_PROCID", "SLURM_NTASKS")
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # first id of batch scripts and interactive shells, which srun did not start
 _PORTS = range(20000, 32000)  # below the ephemeral ports
 
 Environment = Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class LaunchInfo:
-    """This process as its launcher numbers it.
-
-    Attributes:
-        launcher: One of "torchrun", "mpirun", "srun" or "one process".
-        open_store: Function (timeout) -> the store where the ranks meet; collective.
-        address: Host and port of that store, None for one process.
-    """
-
-    launcher: str
-    rank: int
-    num_ranks: int
-    local_rank: int
-    num_local_ranks: int
-    open_store: Callable[[timedelta], dist.Store] = field(repr=False, compare=False)
-    address: tuple[str, int] | None = None
 
 
 def find_launch_info(env: Environment, timeout: timedelta) -> LaunchInfo:
@@ -65,7 +39,7 @@ def find_launch_info(env: Environment, timeout: timedelta) -> LaunchInfo:
         return _mpirun(env, timeout)
     if _is_srun(env):
         return _srun(env)
-    return LaunchInfo("one process", 0, 1, 0, 1, _open_own_store)
+    return LaunchInfo("one process", 0, 1, 0, 1)
 
 
 def claimed_rank(env: Environment) -> str | None:
@@ -88,15 +62,14 @@ def _torchrun(env: Environment) -> LaunchInfo:
     rank, local_rank = _number(env, "RANK", 0, num_ranks - 1), _number(env, "LOCAL_RANK", 0, num_local - 1)
     _check_agents(env, rank, num_ranks)
     if num_ranks == 1:
-        return LaunchInfo("torchrun", 0, 1, 0, 1, _open_own_store)
+        return LaunchInfo("torchrun", 0, 1, 0, 1)
     if not env.get("MASTER_ADDR"):
         raise ValueError(
             f"MASTER_ADDR is not set, but WORLD_SIZE is {num_ranks}; set it to the host of rank 0, as torchrun does"
         )
     address = env["MASTER_ADDR"], _number(env, "MASTER_PORT", 1, 65535)
     identity = JobIdentity("torchrun", env.get("TORCHELASTIC_RUN_ID", ""), "", num_ranks)
-    open_store = partial(_open_torchrun_store, identity, rank)
-    return LaunchInfo("torchrun", rank, num_ranks, local_rank, num_local, open_store, address)
+    return LaunchInfo("torchrun", rank, num_ranks, local_rank, num_local, address, identity)
 
 
 def _check_agents(env: Environment, rank: int, num_ranks: int) -> None:
@@ -128,21 +101,17 @@ def _is_mpirun(env: Environment) -> bool:
 
 
 def _mpirun(env: Environment, timeout: timedelta) -> LaunchInfo:
-    meeting = meet_over_mpi(env.get("MASTER_ADDR"), "OMPI_COMM_WORLD_SIZE" in env, claimed_rank(env) or "?", timeout)
-    rank, num_ranks = meeting.rank, meeting.num_ranks
+    of_open_mpi, job = "OMPI_COMM_WORLD_SIZE" in env, env.get("PMIX_NAMESPACE", "")
+    launch = meet_over_mpi(env.get("MASTER_ADDR"), of_open_mpi, job, claimed_rank(env) or "?", timeout)
+    found = str(launch.rank), str(launch.num_ranks)
     for rank_name, size_name in _MPIRUN:
-        claimed = env.get(rank_name, str(rank)), env.get(size_name, str(num_ranks))
-        if claimed != (str(rank), str(num_ranks)):
+        claimed = env.get(rank_name, found[0]), env.get(size_name, found[1])
+        if claimed != found:
             raise ValueError(
-                f"mpirun's {rank_name} is {claimed[0]} and {size_name} {claimed[1]}, but mpi4py found rank {rank} of "
-                f"{num_ranks}; use the mpirun that belongs to mpi4py's MPI"
+                f"mpirun's {rank_name} is {claimed[0]} and {size_name} {claimed[1]}, but mpi4py found rank {found[0]} "
+                f"of {found[1]}; use the mpirun that belongs to mpi4py's MPI"
             )
-    if num_ranks == 1:
-        return LaunchInfo("mpirun", 0, 1, 0, 1, _open_own_store)
-    listener, address = meeting.listener.detach() if meeting.listener else None, (meeting.host, meeting.port)
-    identity = JobIdentity("mpirun", env.get("PMIX_NAMESPACE", ""), "", num_ranks, meeting.nonce)
-    open_store = partial(_open_store, address, identity, rank, listener)
-    return LaunchInfo("mpirun", rank, num_ranks, meeting.local_rank, meeting.num_local_ranks, open_store, address)
+    return launch if launch.num_ranks > 1 else LaunchInfo("mpirun", 0, 1, 0, 1)
 
 
 def _is_srun(env: Environment) -> bool:
@@ -162,11 +131,10 @@ def _srun(env: Environment) -> LaunchInfo:
     num_local = _num_local_tasks(env, num_ranks)
     local_rank = _number(env, "SLURM_LOCALID", 0, num_local - 1)
     if num_ranks == 1:
-        return LaunchInfo("srun", 0, 1, 0, 1, _open_own_store)
+        return LaunchInfo("srun", 0, 1, 0, 1)
     address = _srun_address(env)
     identity = JobIdentity("srun", env.get("SLURM_JOB_ID", ""), env.get("SLURM_STEP_ID", ""), num_ranks)
-    open_store = partial(_open_store, address, identity, rank, None)
-    return LaunchInfo("srun", rank, num_ranks, local_rank, num_local, open_store, address)
+    return LaunchInfo("srun", rank, num_ranks, local_rank, num_local, address, identity)
 
 
 def _num_local_tasks(env: Environment, num_ranks: int) -> int:
@@ -213,23 +181,3 @@ def _number(env: Environment, name: str, lowest: int, highest: int | None = None
     if not re.fullmatch(r"[0-9]+", text) or int(text) < lowest or (highest is not None and int(text) > highest):
         raise ValueError(f"{name} is {text!r}; it must be a whole number {allowed}")
     return int(text)
-
-
-def _open_own_store(_: timedelta) -> dist.Store:
-    return dist.HashStore()
-
-
-def _open_torchrun_store(identity: JobIdentity, rank: int, timeout: timedelta) -> dist.Store:
-    """Connect to the store at MASTER_ADDR:MASTER_PORT, which torchrun's agent may keep while it restarts the ranks."""
-    store: Any = next(dist.rendezvous("env://", rank, identity.num_ranks, timeout=timeout))[0]
-    return open_round(store, identity, rank, timeout)
-
-
-def _open_store(
-    address: tuple[str, int], identity: JobIdentity, rank: int, listener: int | None, timeout: timedelta
-) -> dist.Store:
-    # Without wait_for_workers: torch counts every process that connects, also one of another job.
-    store = dist.TCPStore(
-        *address, is_master=rank == 0, timeout=timeout, wait_for_workers=False, master_listen_fd=listener
-    )
-    return open_round(store, identity, rank, timeout)

@@ -10,10 +10,12 @@ import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
 from typing import Any
+
+from dcpmla.job.identity import JobIdentity
+from dcpmla.job.launch_info import LaunchInfo
 
 _INSTALL = "install both with: pip install 'dcpmla[mpi]'"
 # Kills its parent and says why, unless its input ends in time: then the parent is through, or gone.
@@ -26,26 +28,7 @@ if not select.select([0], [], [], seconds)[0]:
 """
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """A rank as MPI numbers it, and the address of the job's store.
-
-    Attributes:
-        nonce: Random text of rank 0, the same on all ranks of this job and of no other.
-        listener: Socket of rank 0 at that address, which reserves the port; None on other ranks.
-    """
-
-    rank: int
-    num_ranks: int
-    local_rank: int
-    num_local_ranks: int
-    host: str
-    port: int
-    nonce: str
-    listener: socket.socket | None
-
-
-def meet_over_mpi(host: str | None, wants_open_mpi: bool, rank: str, timeout: timedelta) -> Meeting:
+def meet_over_mpi(host: str | None, wants_open_mpi: bool, job: str, rank: str, timeout: timedelta) -> LaunchInfo:
     """Agree on a free port of rank 0's host.
 
     Collective over MPI; ends the process if the others do not come within the timeout.
@@ -53,6 +36,7 @@ def meet_over_mpi(host: str | None, wants_open_mpi: bool, rank: str, timeout: ti
     Args:
         host: Name or address at which the others reach rank 0; None takes its host name.
         wants_open_mpi: Whether the mpirun that started this process is Open MPI's.
+        job: Name that mpirun has given the job; "" where it has none.
         rank: Name of this process in messages, before MPI has numbered it.
     Raises:
         ValueError: No mpi4py, no MPI library, another MPI than mpirun's, or one that is finalized already.
@@ -65,9 +49,10 @@ def meet_over_mpi(host: str | None, wants_open_mpi: bool, rank: str, timeout: ti
         listener = _listen(name) if world.rank == 0 else None
         own = (name, listener.getsockname()[1], uuid.uuid4().hex) if listener else None
         host, port, nonce = world.bcast(own)
-        meeting = Meeting(world.rank, world.size, local.rank, local.size, host, port, nonce, listener)
+        identity = JobIdentity("mpirun", job, "", world.size, nonce)
+        numbers = world.rank, world.size, local.rank, local.size
         local.Free()
-        return meeting
+        return LaunchInfo("mpirun", *numbers, (host, port), identity, listener)
 
 
 def _load(wants_open_mpi: bool) -> Any:

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from dcpmla.job.identity import StrangerError
-from dcpmla.job.launcher import LaunchInfo
+from dcpmla.job.launch_info import LaunchInfo
 
 _GRACE = 5.0  # seconds past the timeout, for the store's client to report it first
 _RETRY = 0.5  # seconds between two look-ups of a host name

@@ -210,9 +210,8 @@ class Watchdog:
             advice, details = describe_missing(missing, posts, self._board.ages()), ""
         elif fault.is_consequence and self._board.is_lost:
             advice, details = _NO_STORE, ""
-        elif (
-            fault.is_consequence and fault.code == 1
-        ):  # no rank is missing and none says why: where the others are is a hint
+        elif fault.is_consequence and fault.code == 1:
+            # No rank is missing and none says why: where the others are is a hint.
             others = describe_posts([None if post is None or post.failed else post for post in posts])
             advice = "; ".join(filter(None, (others, advice)))
         words = f"rank {self._rank} {fault.what} in {self._operation.name}: {advice}"

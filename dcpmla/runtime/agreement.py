@@ -50,20 +50,16 @@ class Agreed:
 
     Attributes:
         now: Seconds on the first rank's clock when the step was launched.
-        num_bytes: Size of the first rank's news, which `Agreement.share` broadcasts.
-        is_told: Whether any rank must stop.
+        news: The first rank's news, and whether any rank must stop.
         step_time: Time of an earlier step, on the first rank's clock.
         num_compiled: Number of grammars that the first rank has compiled (`Grammars.num_compiled`).
-        progress: Words of `Progress`, summed over the ranks.
         tokens: Tokens of the first rank.
     """
 
     now: float
-    num_bytes: int
-    is_told: bool
+    news: News
     step_time: StepTime | None
     num_compiled: int
-    progress: list[int]
     tokens: list[int]
 
 
@@ -89,20 +85,6 @@ class Message:
     num_faults: int
     step_time: StepTime | None
     reported: Sequence[Watched]
-
-    def read(self, words: Sequence[int]) -> Agreed:
-        """Parse the words, once they are on the host.
-
-        Raises:
-            PeerFault: An exchange of this step, or of an earlier one, failed on some rank.
-        """
-        tokens_at = _HEAD + self.num_faults
-        if any(words[_HEAD:tokens_at]):
-            raise PeerFault("an exchange of this step failed on another rank, which says what it waited for")
-        step_time = self.step_time and self.step_time._replace(seconds=words[3] * _MICROSECOND)
-        now, num_bytes, is_told = words[0] * _MICROSECOND, words[1], words[2] > 0
-        progress, tokens = list(words[5:_HEAD]), list(words[tokens_at:])
-        return Agreed(now, num_bytes, is_told, step_time, words[4], progress, tokens)
 
 
 class Agreement:
@@ -167,21 +149,35 @@ class Agreement:
         safe = agreed.clamp(min=0)  # The next step is launched before a request with NOT_FINITE ends.
         return Message(words, safe, memory, news.content, len(faults), step_time, reported)
 
-    def meet(self, num_compiled: int = 0) -> tuple[float, News, int]:
-        """Return seconds on the first rank's clock, its news and whether any rank must stop, and its number of compiled
-        grammars. Collective over the TP group's hosts, which wait for each other, but not for the device.
+    def meet(self, num_compiled: int = 0) -> Agreed:
+        """Send a message between steps, without tokens, and return what it has brought. Collective over the TP group's
+        hosts, which wait for each other, but not for the device.
         """
         news, head, reported = self._take_head(num_compiled)
         words = torch.tensor(head)
         if self._hosts is not None:
             with named("agreeing on the time", self._hosts):
                 dist.all_reduce(words, group=self._hosts)
-        now, num_bytes, num_told, _, num_compiled, *progress = words.tolist()
-        self.progress.apply(progress, reported)
-        return now * _MICROSECOND, News(self.share(news.content, num_bytes), num_told > 0), num_compiled
+        return self.read(Message(words, words[_HEAD:], words, news.content, 0, None, reported), words.tolist())
 
-    def share(self, content: bytes, num_bytes: int) -> bytes:
-        """Return the first rank's content on every rank. Collective like `meet` if num_bytes is not 0."""
+    def read(self, message: Message, words: Sequence[int]) -> Agreed:
+        """Return what a message has brought, once its words are on the host, and end transfers that have ended on all
+        ranks. Collective like `meet` if it has news.
+
+        Raises:
+            PeerFault: An exchange of this step, or of an earlier one, failed on some rank.
+        """
+        tokens_at = _HEAD + message.num_faults
+        if any(words[_HEAD:tokens_at]):
+            raise PeerFault("an exchange of this step failed on another rank, which says what it waited for")
+        step_time = message.step_time and message.step_time._replace(seconds=words[3] * _MICROSECOND)
+        now, num_bytes, is_told = words[0] * _MICROSECOND, words[1], words[2] > 0
+        self.progress.apply(words[5:_HEAD], message.reported)
+        news = News(self._share(message.content, num_bytes), is_told)
+        return Agreed(now, news, step_time, words[4], list(words[tokens_at:]))
+
+    def _share(self, content: bytes, num_bytes: int) -> bytes:
+        """Return the first rank's content on every rank."""
         if self._hosts is None or not num_bytes:
             return content
         shared = torch.empty(num_bytes, dtype=torch.uint8)

@@ -10,9 +10,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
+from typing import NamedTuple
 
 from dcpmla.cache.disk_files import DiskMove, Place
-from dcpmla.cache.disk_transfer import DiskTransfers, Transfer
+from dcpmla.cache.disk_transfer import Transfer
 from dcpmla.cache.host import HostMemory
 from dcpmla.cache.tier import HostTier, SlotTable
 from dcpmla.runtime.progress import Progress
@@ -45,24 +47,27 @@ class Reading:
     Attributes:
         start: Seconds at its beginning, on the first rank's clock.
         num_left: Number of parts on their way.
-        blocks, states: Keys of content that host memory keeps for the request.
+        kept: Keys of blocks, and of states, that host memory keeps for the request.
         is_wanted: Whether the request still waits.
     """
 
     start: float
     num_left: int = 0
-    blocks: list[bytes] = field(default_factory=list)
-    states: list[bytes] = field(default_factory=list)
+    kept: tuple[list[bytes], list[bytes]] = field(default_factory=lambda: ([], []))
     is_wanted: bool = True
 
 
-@dataclass(eq=False)
-class Part:
+class Part(NamedTuple):
     """Some blocks of a reading, or its state."""
 
     reading: Reading
     places: Sequence[Place]
-    is_state: bool = False
+    is_state: bool
+
+
+def _tables(tier: HostTier, is_state: bool) -> tuple[SlotTable, SlotTable]:
+    """Return the blocks, or the states, of host memory and of the disk."""
+    return (tier.states, tier.disk.states) if is_state else (tier.blocks, tier.disk.blocks)
 
 
 class DiskReads:
@@ -89,8 +94,7 @@ class DiskReads:
         self._readings: dict[Request, Reading] = {}  # each request's own
         self._awaited: dict[Request, Reading] = {}  # readings of others that requests wait for
         self._under_way: dict[Reading, None] = {}  # the oldest first
-        self._coming: dict[tuple[bool, bytes], Reading] = {}  # whether it is a state, and its key
-        self._num_kept = 0  # blocks of all readings
+        self._coming: dict[tuple[bool, bytes | None], Reading] = {}  # whether it is a state, and its key
 
     def check(self, request: Request, now: float, is_idle: bool) -> Readiness:
         """Return whether a waiting request can be admitted; begin to read blocks that are worth it.
@@ -125,16 +129,12 @@ class DiskReads:
         reading = self._readings.pop(request, None)
         if reading is not None:
             reading.is_wanted = False
-            self._tier.blocks.release(reading.blocks)
-            self._tier.states.release(reading.states)
-            self._num_kept -= len(reading.blocks)
+            for is_state, keys in zip((False, True), reading.kept, strict=True):
+                _tables(self._tier, is_state)[0].release(keys)
 
     def end(self, part: Part, has_arrived: bool) -> None:
         """Note on all ranks that a part has been read, or that a rank has failed to."""
-        reading, tables = part.reading, (self._tier.states, self._tier.disk.states)
-        if not part.is_state:
-            tables = self._tier.blocks, self._tier.disk.blocks
-        host, disk = tables
+        reading, (host, disk) = part.reading, _tables(self._tier, part.is_state)
         for key, _, host_slot in part.places:
             del self._coming[part.is_state, key]
             disk.release([key])
@@ -156,46 +156,43 @@ class DiskReads:
 
     def _find_coming(self, content: Found) -> Reading | None:
         """Return another request's reading, under way, of some of the content; None without one."""
-        keys = [(False, key) for key in content.keys]
-        if content.state_key is not None:
-            keys.append((True, content.state_key))
+        keys = [*((False, key) for key in content.keys), (True, content.state_key)]
         return next((self._coming[each] for each in keys if each in self._coming), None)
 
     def _begin(self, request: Request, content: Found, now: float) -> bool:
         """Begin to read; return whether host memory has room."""
-        tier = self._tier
-        known = [key for key in content.keys if key in tier.blocks]
-        if self._num_kept + len(self._coming) + len(content.keys) > self._limit:
+        tier, states = self._tier, [] if content.state_key is None else [content.state_key]
+        num_kept = sum(len(reading.kept[False]) for reading in self._readings.values())
+        if num_kept + len(self._coming) + len(content.keys) > self._limit:
             return False
-        states = [] if content.state_key is None else [content.state_key]
-        known_states = [key for key in states if key in tier.states]
         tier.touch(content.keys)
         self._readings[request] = reading = Reading(now)
-        self._keep(reading, known)
-        self._keep(reading, known_states, is_state=True)
-        places = _take(tier.blocks, tier.disk.blocks, content.keys)
-        state_places = _take(tier.states, tier.disk.states, states)
-        if len(known + known_states) + len(places + state_places) < len([*content.keys, *states]):
-            for table, taken in ((tier.blocks, places), (tier.states, state_places)):
-                for place in taken:
-                    table.free(place.host_slot)
+        parts, num_missing = list[Part](), 0
+        for is_state, keys in ((False, content.keys), (True, states)):
+            host, disk = _tables(tier, is_state)
+            self._keep(reading, [key for key in keys if key in host], is_state)
+            places = _take(host, disk, keys)
+            num_missing += len(keys) - len(reading.kept[is_state]) - len(places)
+            starts = range(0, len(places), _PART_BLOCKS)
+            parts += [Part(reading, places[at : at + _PART_BLOCKS], is_state) for at in starts]
+        if num_missing:
+            for part in parts:
+                for place in part.places:
+                    _tables(tier, part.is_state)[0].free(place.host_slot)
             self.release(request)
             return False
-        parts = [Part(reading, places[at : at + _PART_BLOCKS]) for at in range(0, len(places), _PART_BLOCKS)]
-        parts += [Part(reading, state_places, is_state=True)] if state_places else []
         for part in parts:
-            (tier.disk.states if part.is_state else tier.disk.blocks).hold(place.key for place in part.places)
+            _tables(tier, part.is_state)[1].hold(place.key for place in part.places)
             self._coming |= dict.fromkeys(((part.is_state, place.key) for place in part.places), reading)
         self.queue += parts
         reading.num_left = len(parts)
         self._under_way[reading] = None
         return True
 
-    def _keep(self, reading: Reading, keys: Sequence[bytes], is_state: bool = False) -> None:
+    def _keep(self, reading: Reading, keys: Sequence[bytes], is_state: bool) -> None:
         """Keep content of host memory for a reading's request."""
-        (self._tier.states if is_state else self._tier.blocks).hold(keys)
-        (reading.states if is_state else reading.blocks).extend(keys)
-        self._num_kept += 0 if is_state else len(keys)
+        _tables(self._tier, is_state)[0].hold(keys)
+        reading.kept[is_state].extend(keys)
 
 
 def _take(host: SlotTable, disk: SlotTable, keys: Sequence[bytes]) -> list[Place]:
@@ -235,15 +232,10 @@ class _Writer:
             if len(self._unwritten) > 2 * self._host.num_slots:
                 self._unwritten = {key: None for key in self._unwritten if key in self._host}
 
-    @property
-    def is_writing(self) -> bool:
-        """Return whether a transfer is under way."""
-        return bool(self._writing)
-
     def take(self) -> list[Place]:
-        """Return places of content to write next, whose host memory is kept until `end`."""
+        """Return places of content to write next, whose host memory is kept until `end`; none before that."""
         places: list[Place] = []
-        limit = min(_MAX_WRITTEN, _writing_limit(self._host))
+        limit = 0 if self._writing else min(_MAX_WRITTEN, _writing_limit(self._host))
         while self._unwritten and len(places) < limit:
             key = next(iter(self._unwritten))
             if key in self._host and key not in self._disk:
@@ -256,7 +248,7 @@ class _Writer:
             del self._unwritten[key]
         return places
 
-    def end(self, places: list[Place], is_written: bool) -> None:
+    def end(self, places: Sequence[Place], is_written: bool) -> None:
         """Note on all ranks that places are written, or that a rank has failed to."""
         for key, disk_slot, _ in places:
             self._host.release([key])
@@ -288,28 +280,25 @@ class DiskOffload:
         self._forget()
 
     def _forget(self) -> None:
-        tier = self._tier
-        self._blocks, self._states = _Writer(tier.blocks, tier.disk.blocks), _Writer(tier.states, tier.disk.states)
+        self._writers = [_Writer(*_tables(self._tier, is_state)) for is_state in (False, True)]
         self._moves: dict[DiskMove, Callable[[bool], None]] = {}  # under way, with the functions of their ends
         self._num_reads = 0
         self.loaded, self.stored = CopyTotals(), CopyTotals()
 
-    def add_blocks(self, keys: Sequence[bytes]) -> None:
-        """Note blocks that are being copied to host memory."""
+    def add(self, keys: Sequence[bytes], is_state: bool = False) -> None:
+        """Note blocks, or states, that are being copied to host memory."""
         for key in keys:
-            self._blocks.add(key)
-
-    def add_state(self, key: bytes) -> None:
-        """Note a state that is being copied to host memory."""
-        self._states.add(key)
+            self._writers[is_state].add(key)
 
     def begin(self) -> None:
         """Begin transfers: reads that requests wait for, and writes."""
         while self._reads.queue and self._num_reads < _MAX_READS:
-            self._read(self._reads.queue.popleft())
-        for writer, is_state in ((self._blocks, False), (self._states, True)):
-            if not writer.is_writing and (places := writer.take()):
-                self._write(writer, places, is_state)
+            part = self._reads.queue.popleft()
+            self._num_reads += 1
+            self._move(part.places, part.is_state, True, partial(self._end_read, part))
+        for is_state, writer in zip((False, True), self._writers, strict=True):
+            if places := writer.take():
+                self._move(places, is_state, False, partial(writer.end, places))
 
     def close(self) -> None:
         """Write what host memory has and the disk lacks, unless that takes very long. From here on ranks do not agree:
@@ -331,49 +320,34 @@ class DiskOffload:
         self._wait(math.inf)  # threads use the memory until then
         self._forget()
 
-    def _read(self, part: Part) -> None:
-        transfers, memory_of, num_bytes = self._content(part.is_state)
+    def _end_read(self, part: Part, has_arrived: bool) -> None:
+        self._num_reads -= 1
+        self._reads.end(part, has_arrived)
 
-        def end(has_arrived: bool) -> None:
-            self._num_reads -= 1
-            self._end(move, self.loaded if has_arrived else None, part.is_state)
-            self._reads.end(part, has_arrived)
+    def _move(self, places: Sequence[Place], is_state: bool, is_read: bool, on_end: Callable[[bool], None]) -> None:
+        """Begin a transfer of blocks, or of states.
 
-        def start(place: Place) -> Transfer:
-            return transfers.read(place.disk_slot, place.key, memory_of(place.host_slot))
-
-        self._num_reads += 1
-        move = DiskMove(part.places, self._memory.last_store, start, num_bytes)
-        self._begin(move, end)
-
-    def _write(self, writer: _Writer, places: list[Place], is_state: bool) -> None:
-        transfers, memory_of, num_bytes = self._content(is_state)
-
-        def end(is_written: bool) -> None:
-            self._end(move, self.stored if is_written else None, is_state)
-            writer.end(places, is_written)
+        Args:
+            on_end: Function that is called on all ranks once it has ended, with whether it has succeeded on all.
+        """
+        files, memory_of, num_bytes = self._files.blocks, self._memory.block, self._memory.block_bytes
+        if is_state:
+            assert self._files.states is not None
+            files, memory_of, num_bytes = self._files.states, self._memory.state, self._memory.state_bytes
+        begin, totals = (files.read, self.loaded) if is_read else (files.write, self.stored)
 
         def start(place: Place) -> Transfer:
-            return transfers.write(place.disk_slot, place.key, memory_of(place.host_slot))
+            return begin(place.disk_slot, place.key, memory_of(place.host_slot))
+
+        def end(has_succeeded: bool) -> None:
+            del self._moves[move]
+            if has_succeeded:
+                totals.add(move, 0 if is_state else len(places))
+            on_end(has_succeeded)
 
         move = DiskMove(places, self._memory.last_store, start, num_bytes)
-        self._begin(move, end)
-
-    def _begin(self, move: DiskMove, on_end: Callable[[bool], None]) -> None:
-        self._moves[move] = on_end
-        self._progress.watch(move, on_end)
-
-    def _end(self, move: DiskMove, totals: CopyTotals | None, is_state: bool) -> None:
-        del self._moves[move]
-        if totals is not None:
-            totals.add(move, 0 if is_state else len(move.places))
-
-    def _content(self, is_state: bool) -> tuple[DiskTransfers, Callable[[int], list[memoryview]], int]:
-        """Return the transfers of blocks or of states, the memory of a slot, and its bytes."""
-        if not is_state:
-            return self._files.blocks, self._memory.block, self._memory.block_bytes
-        assert self._files.states is not None
-        return self._files.states, self._memory.state, self._memory.state_bytes
+        self._moves[move] = end
+        self._progress.watch(move, end)
 
     def _wait(self, deadline: float) -> bool:
         """Wait for all transfers under way on this rank; return whether all have ended by then."""

@@ -1,6 +1,5 @@
 """Drafts: guesses of a request's next tokens, which a step verifies all at once."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -35,11 +34,11 @@ class Drafts(NamedTuple):
         return cls([len(tokens) for tokens in token_ids], torch.tensor(flat, dtype=torch.int64))
 
 
-class Drafter(ABC):
-    """A source of drafts. Every rank has its own, and all produce the same drafts.
+class Drafter:
+    """A source of drafts. Every rank has its own, and all produce the same drafts. The base class has none.
 
     Args:
-        num_speculative_tokens: Limit of a request's drafts in a step.
+        num_speculative_tokens: Limit of a request's drafts in a step; 0 for steps with one token of each decode.
 
     Attributes:
         drafts_always: Whether every step drafts, not only steps where drafts pay.
@@ -50,10 +49,9 @@ class Drafter(ABC):
     drafts_always = False
     reads_tokens = True
 
-    def __init__(self, num_speculative_tokens: int) -> None:
+    def __init__(self, num_speculative_tokens: int = 0) -> None:
         self.num_speculative_tokens = num_speculative_tokens
 
-    @abstractmethod
     def draft(self, wanted: Sequence[tuple[Request, int]], previous: "InFlightStep | None") -> Drafts:
         """Draft the next tokens of some requests. The engine calls it for each step, before the launch.
 
@@ -63,6 +61,7 @@ class Drafter(ABC):
         Returns:
             Drafts of each request, at most its limit.
         """
+        return Drafts.of([])
 
     def compared(self, drafts: Tensor, sampled: Tensor, nums: Sequence[int]) -> Compared:
         """Return the numbers that decide whether drafts are accepted (`verify`): drafts and sampled tokens.
@@ -76,22 +75,5 @@ class Drafter(ABC):
         """Return the requests for which drafts exist: all."""
         return requests
 
-    def close(self) -> None:  # noqa: B027 -- most hold nothing
+    def close(self) -> None:
         """Free the drafter's memory."""
-
-
-class NoDrafter(Drafter):
-    """A drafter without drafts: steps have one token of each decode."""
-
-    reads_tokens = False
-
-    def __init__(self) -> None:
-        super().__init__(0)
-
-    def draft(self, wanted: Sequence[tuple[Request, int]], previous: "InFlightStep | None") -> Drafts:
-        """Return no drafts."""
-        return Drafts.of([])
-
-    def candidates(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """Return no request."""
-        return []

@@ -23,7 +23,7 @@ class StopStrings:
         """Read a request's tokens since the last call, and return whether they complete a stop string."""
         stream = self._streams.get(request)
         if stream is None:
-            stream = TextStream.of(self._tokenizer, request.params, request.prompt_token_ids)
+            stream = TextStream(self._tokenizer, request.params, request.prompt_token_ids)
             self._streams[request] = stream
         stream.push(request.token_ids[stream.num_tokens :])
         return stream.is_stopped

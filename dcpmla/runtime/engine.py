@@ -14,16 +14,17 @@ from dcpmla.config import DCPConfig
 from dcpmla.fields import Flag, Rule, check_fields, is_number, is_whole, option_label, optional, rules_of, whole
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.admission import NOW, Arrivals, check_prompt, whole_numbers
-from dcpmla.runtime.agreement import Agreement, News
-from dcpmla.runtime.drafts import Drafter, NoDrafter
+from dcpmla.runtime.agreement import Agreed, Agreement, News
+from dcpmla.runtime.drafts import Drafter
 from dcpmla.runtime.endings import StopStrings, failure
 from dcpmla.runtime.grammars import Grammars
 from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.handoffs import Handoffs
 from dcpmla.runtime.in_flight import InFlightStep, StepEvents
+from dcpmla.runtime.model import Model
 from dcpmla.runtime.offload import Offload
 from dcpmla.runtime.request import Prompt, Request, TokenLogprobs
-from dcpmla.runtime.runner import Model, StepRunner, reads_between_graphs
+from dcpmla.runtime.runner import StepRunner, reads_between_graphs
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.scheduler import Scheduler
 from dcpmla.runtime.speculation import Speculation
@@ -101,7 +102,7 @@ class Engine:
         self.max_model_len, self.tokenizer = max_model_len, tokenizer
         self.on_step, self.has_forms = on_step, dcp.deterministic
         self.graph, self.mixed_graph = graph, mixed_graph
-        self.stats, self.speculation = Stats(), Speculation(drafter or NoDrafter())
+        self.stats, self.speculation = Stats(), Speculation(drafter or Drafter())
         self.grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids, is_first=mesh.tp_rank == 0)
         self.stops = None if tokenizer is None else StopStrings(tokenizer)
         self.handoffs: Handoffs | None = None
@@ -267,11 +268,11 @@ class Engine:
 
     def take_events(self) -> StepEvents:
         """Return what has happened since the last call."""
-        requests = [] if self.handoffs is None else self.handoffs.wanted
-        events = StepEvents([*self._changed], [*self._finished], self._heard, tuple(requests))
-        for taken in (self._changed, self._finished, requests):
-            taken.clear()
-        self._heard = News()
+        wanted: Sequence[Request] = ()
+        if self.handoffs is not None:
+            wanted, self.handoffs.wanted = self.handoffs.wanted, []
+        events = StepEvents(self._changed, self._finished, self._heard, wanted)
+        self._changed, self._finished, self._heard = [], [], News()
         return events
 
     def cache_use(self) -> float:
@@ -294,8 +295,7 @@ class Engine:
     def _advance(self) -> None:
         if self._in_flight is None:
             if not self._has_met:  # the clock advanced while nothing was computed
-                self._first_now, self._heard, num_compiled = self._agreement.meet(self.grammars.num_compiled)
-                self._arrivals.take_compiled(num_compiled)
+                self._hear(self._agreement.meet(self.grammars.num_compiled))
             self._has_met = any(self._heard)
             if self._has_met:
                 return
@@ -341,7 +341,7 @@ class Engine:
         for graph in (self.graph, self.mixed_graph):
             if graph is not None:
                 graph.release()
-        self.speculation.close()
+        self.speculation.drafter.close()
         self.grammars.close()
 
     def reset(self) -> None:
@@ -399,6 +399,7 @@ class Engine:
         previous = self._in_flight
         is_sent = self.handoffs is not None and self.handoffs.prepare(batch)
         computed = self._runner.start(batch, previous, drafts, graph, started)
+        batch.advance()
         if self.offload is not None:
             self.offload.finish()
         if previous is not None and computed.needs_tokens:
@@ -416,26 +417,28 @@ class Engine:
         """Wait for a step, and take its tokens."""
         words = step.wait()
         self.model.check()
-        agreed = step.message.read(words)
-        self.now, self._first_now = self._agreement.clock(), agreed.now
-        self._agreement.progress.apply(agreed.progress, step.message.reported)
-        content = self._agreement.share(step.message.content, agreed.num_bytes)
-        self._heard = self._heard.joined(News(content, agreed.is_told))
-        self._arrivals.take_compiled(agreed.num_compiled)
+        self.now = self._agreement.clock()
+        agreed = self._agreement.read(step.message, words)
+        self._hear(agreed)
         step.logprobs.give()
         num_rejected = 0
         for piece, drafts, tokens in step.results(agreed.tokens):
             if piece.request.finish_reason:
                 continue
-            num_drafts = self.speculation.accept(piece, drafts, len(tokens) - 1)
-            num_rejected += len(drafts) + 1 - len(tokens)
-            self.stats.count_drafts(num_drafts, len(tokens) - 1)
+            if drafts:
+                num_drafts = self.speculation.accept(piece, drafts, len(tokens) - 1)
+                num_rejected += len(drafts) + 1 - len(tokens)
+                self.stats.count_drafts(num_drafts, len(tokens) - 1)
             self._append(piece.request, tokens, step.logits.get(piece.request))
-        ended, num_tokens = time.perf_counter(), sum(piece.num_tokens for piece in step.pieces)
-        self.speculation.learn(agreed.step_time)
-        self.speculation.end(step, ended - self._last_end)
-        self.stats.count_step(step.is_prefill, num_tokens - num_rejected, ended - max(step.started, self._last_end))
+        ended, num_tokens = time.perf_counter(), step.num_tokens - num_rejected
+        self.speculation.end(step, ended - self._last_end, agreed.step_time)
+        self.stats.count_step(step.is_prefill, num_tokens, ended - max(step.started, self._last_end))
         self._last_end = ended
+
+    def _hear(self, agreed: Agreed) -> None:
+        """Take the first rank's clock, the ranks' news and the requests whose grammars are compiled."""
+        self._first_now, self._heard = agreed.now, self._heard.joined(agreed.news)
+        self._arrivals.take_compiled(agreed.num_compiled)
 
     def _append(self, request: Request, tokens: Sequence[int], logits: Tensor | None = None) -> None:
         """Append a request's tokens, and finish it at one that ends it.

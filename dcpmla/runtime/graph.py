@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -25,19 +25,9 @@ from dcpmla.runtime.graph_sizes import (
     most_absorbed,
     token_sizes,
 )
+from dcpmla.runtime.model import Model
 
 Step = Callable[[Tensor, StepMetadata, Cache], Tensor]
-
-
-class PromptModel(Protocol):
-    """A model whose steps with prompts are captured; `dcpmla.integrations.sharded_model.ShardedModel` is one."""
-
-    device: torch.device
-    dtype: torch.dtype
-
-    def hidden(self, token_ids: Tensor, metadata: StepMetadata, cache: Cache) -> Tensor: ...
-
-    def prepare(self, metadata: StepMetadata) -> StepMetadata: ...
 
 
 class StepGraph:
@@ -127,7 +117,7 @@ class StepGraph:
     @classmethod
     def prompts(
         cls,
-        model: PromptModel,
+        model: Model,
         cache: Cache,
         steps: StepBuilder,
         mesh: DCPMesh,
@@ -239,7 +229,8 @@ class StepGraph:
             size, requests = self._decodes(requests)
         if size.is_whole:
             self._fill(size, inputs, requests, num_rejected)
-            return self._rows(self._replay(size), len(inputs))
+            out = self._replay(size)
+            return out[: len(inputs)] if self.latest_rows is None else out.index_select(0, self.latest_rows)
         num_decode_tokens, room = sum(requests.query_lens[: requests.num_decodes]), self._limits.room(size)
         has_room = num_decode_tokens <= room or not room
         self._fill(size, inputs, requests if has_room else requests._replace(num_decodes=0), None)
@@ -307,10 +298,6 @@ class StepGraph:
         self._graphs.run(size)
         assert self._out is not None
         return self._out[: size.num_tokens]
-
-    def _rows(self, out: Tensor, num_tokens: int) -> Tensor:
-        """Return the rows of the tokens."""
-        return out[:num_tokens] if self.latest_rows is None else out.index_select(0, self.latest_rows)
 
     def _cleared(self, sizes: Iterable[Hashable]) -> Iterator[Hashable]:
         """Yield sizes, each when its inputs are padding, which leaves the cache alone."""

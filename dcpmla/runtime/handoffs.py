@@ -7,7 +7,7 @@ import torch
 from dcpmla.cache.blocks import block_key, salt_key
 from dcpmla.cache.layers import Cache
 from dcpmla.runtime.batch import Batch
-from dcpmla.runtime.progress import Arriving, Progress
+from dcpmla.runtime.progress import Progress
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.scheduler import Scheduler
 from dcpmla.runtime.stats import TransferTotals
@@ -129,7 +129,7 @@ class Handoffs:
 
     def _open(self, request: Request, engine: str, name: str) -> None:
         loading = request.loading
-        if not isinstance(loading, Arriving) or self._incoming is None:
+        if loading is None or loading.can_join or self._incoming is None:
             return
         num_tokens, request.source = len(request.prompt_token_ids), None
         arrival = self._incoming.open(
@@ -156,7 +156,7 @@ class Handoffs:
             is_local: Whether this job is to prefill it; else it is wanted again.
         """
         request.is_local = is_local
-        if isinstance(request.loading, Arriving):
+        if request.loading is not None and not request.loading.can_join:
             self._scheduler.put_back(request)
 
     def prepare(self, batch: Batch) -> bool:

@@ -13,26 +13,13 @@ from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.runtime.acceptance import Verified
 from dcpmla.runtime.agreement import Message, News
 from dcpmla.runtime.batch import Batch, Piece
-from dcpmla.runtime.logprobs import Logprobs
+from dcpmla.runtime.host_copy import HostCopy
+from dcpmla.runtime.logprobs import Logprobs, PromptRows
 from dcpmla.runtime.request import Request
 from dcpmla.upload import upload
 
 if TYPE_CHECKING:
     from dcpmla.runtime.graph import StepGraph
-
-
-class Computed(NamedTuple):
-    """A step as the model computes it, on its device.
-
-    Attributes:
-        by: Metadata of the model, or the graphs, which keep their own until their next run.
-        rows: [T] int64, row of each token; None for the first T rows.
-        logits_at: [n] int64, tokens that new ones follow; None for all.
-    """
-
-    by: "StepMetadata | StepGraph"
-    rows: Tensor | None
-    logits_at: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -42,14 +29,17 @@ class StepInputs:
     Attributes:
         token_ids: [T] int64 on the device; on the CPU if the host knows every token and all rows need logits.
         ready: Pieces of requests whose tokens are all computed after this step.
+        starts: First of the new tokens that each ready piece may get, one and one more after each draft, and their
+            number n.
         logits_at: [n] int64 on the device, rows of their last tokens and of all drafts; None if these are all rows.
-        positions: Position of each piece's first token.
+        positions: Position of each piece's first token; empty in a step that continues the previous one.
     """
 
     token_ids: Tensor
     ready: list[Piece]
+    starts: Sequence[int]
     logits_at: Tensor | None
-    positions: list[int]
+    positions: Sequence[int] = ()
 
     @classmethod
     def of(
@@ -63,6 +53,12 @@ class StepInputs:
         """
         there = [] if previous is None else [previous.newest]  # tokens that the host does not know
         num_there = sum(map(len, there))
+        if previous is not None and (drafts is None or drafts.is_cuda) and batch.goes_on(previous.rows):
+            if drafts is None:
+                return cls(previous.newest, batch.pieces, range(num_there + 1), None)
+            columns = [tokens.view(num_there, -1) for tokens in (previous.newest, drafts)]
+            joined = torch.cat(columns, 1).flatten().clamp_(min=0)
+            return cls(joined, batch.pieces, range(0, len(joined) + 1, len(joined) // num_there), None)
         known_drafts: list[int] = []
         if drafts is not None and drafts.is_cuda:
             there.append(drafts)
@@ -95,10 +91,7 @@ class StepInputs:
             if end - start == request.num_pending_tokens:
                 ready.append(piece)
                 logits_rows += range(len(token_ids) - 1 - num_drafts, len(token_ids))
-        if previous is not None and num_there == len(token_ids) and batch.goes_on(previous.rows):
-            columns = [tokens.view(len(batch.pieces), -1) for tokens in there]
-            joined = there[0] if len(there) == 1 else torch.cat(columns, 1).flatten().clamp_(min=0)
-            return cls(joined, ready, None, positions)
+        starts = [*accumulate((1 + piece.num_drafts for piece in ready), initial=0)]
         rows = [] if len(logits_rows) == len(token_ids) else [logits_rows]
         rows += [unknown, sources] if unknown else []
         numbers = [np.array(column, dtype=np.int64) for column in (token_ids, *rows)]
@@ -106,90 +99,99 @@ class StepInputs:
         if unknown:
             *rows_there, unknown_rows, source_rows = rows_there
             known.index_copy_(0, unknown_rows, torch.cat(there).clamp_(min=0).index_select(0, source_rows))
-        return cls(known, ready, rows_there[0] if rows_there else None, positions)
+        return cls(known, ready, starts, rows_there[0] if rows_there else None, positions)
 
     def on(self, device: torch.device) -> Tensor:
         """Return the tokens on the device."""
         return upload([self.token_ids.numpy()], device)[0] if self.token_ids.is_cpu else self.token_ids
 
 
-class InFlightStep:
-    """A step under way.
-
-    Args:
-        batch: Batch that the step computes.
-        inputs: Its inputs; the ready pieces' requests get new tokens: one, and one more after each draft.
-        computed: The step as the model computes it.
-        message: Message that all ranks share.
-        drafts: Drafts that the step verifies, piece after piece; None without any.
-        verified: Outcome of the drafts.
-        logits: [n, vocab] float32, the source of the tokens; rows of requests that keep theirs are copied.
-        logprobs: Log probabilities that requests keep.
+@dataclass(frozen=True)
+class ComputedStep:
+    """A step that the device computes, before its tokens are chosen.
 
     Attributes:
-        rows: Row of each request in `newest`.
-        newest: Last new token of each request [n] int64 on the device.
-        positions: Position of each piece's first token, in a step with prompts.
-        is_under_way: True until the step has been waited for.
-        drafts, num_accepted: Drafts, and accepted ones of each request in `rows`, on the host; valid after the wait.
-        logits: [tokens, vocab] on the host, of requests that keep theirs; valid after the wait.
+        drafts, host_drafts: Drafts to verify, and their copy on the host where masks depend on it.
+        has_grammars: Whether any of its requests follows a grammar.
+        prompts: Tokens of prompts that it scores.
+        by: Metadata of the model, or the graphs, which keep their own until their next run.
+        rows: [T] int64 on the device, row of each token; None for the first T rows.
+        logits: [n + p, vocab] float32, of the tokens that new ones follow, then of the prompts' scored tokens.
         started: Seconds on the host's clock (`time.perf_counter`).
     """
 
-    def __init__(
-        self,
-        batch: Batch,
-        inputs: StepInputs,
-        computed: Computed,
-        message: Message,
-        drafts: Tensor | None,
-        verified: Verified | None,
-        logits: Tensor,
-        logprobs: Logprobs,
-        started: float,
-    ) -> None:
-        self.pieces, self.ready, self.computed = batch.pieces, inputs.ready, computed
-        self.message, self.logprobs = message, logprobs
-        self.is_prefill, self.started = batch.has_prompts, started
-        self.num_drafts = 0 if drafts is None else len(drafts)
+    batch: Batch
+    inputs: StepInputs
+    drafts: Tensor | None
+    host_drafts: HostCopy | None
+    has_grammars: bool
+    prompts: PromptRows
+    by: "StepMetadata | StepGraph"
+    rows: Tensor | None
+    logits: Tensor
+    started: float
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Return whether the choice of its tokens depends on the previous step's tokens on the host."""
+        is_unknown = (request.params.grammar and request.num_in_flight for request, *_ in self.inputs.ready)
+        return self.has_grammars and any(is_unknown)
+
+
+class InFlightStep:
+    """A step under way. It does not keep the step's logits on the device.
+
+    Args:
+        step: The computed step; the ready pieces' requests get new tokens: one, and one more after each draft.
+        message: Message that all ranks share.
+        verified: Outcome of the drafts; None without any.
+        logprobs: Log probabilities that requests keep.
+
+    Attributes:
+        by, token_rows, started: See `ComputedStep`, whose `rows` are these `token_rows`.
+        rows: Row of each request in `newest`.
+        newest: Last new token of each request [n] int64 on the device.
+        ready, starts, positions: See `StepInputs`.
+        is_under_way: True until the step has been waited for.
+        drafts, num_accepted: Drafts, and accepted ones of each request in `rows`, on the host; valid after the wait.
+        logits: [tokens, vocab] on the host, of requests that keep theirs; valid after the wait.
+    """
+
+    def __init__(self, step: ComputedStep, message: Message, verified: Verified | None, logprobs: Logprobs) -> None:
+        batch, inputs = step.batch, step.inputs
+        self.pieces, self.is_prefill, self.num_tokens = batch.pieces, batch.has_prompts, batch.num_tokens
+        self.ready, self.starts, self.positions = inputs.ready, inputs.starts, inputs.positions
+        self.by, self.token_rows, self._logits_at, self.started = step.by, step.rows, inputs.logits_at, step.started
+        self.message, self.logprobs, self.verified = message, logprobs, verified
+        self.newest = message.tokens if verified is None else verified.newest
+        self.num_drafts = batch.num_drafts
         self.is_under_way = True
         self.drafts, self.num_accepted = list[int](), [0] * len(self.ready)
-        self.positions = inputs.positions
-        self.verified, self.newest = verified, message.tokens
-        if verified is not None:
-            self.newest = verified.newest
         self.rows = {piece.request: row for row, piece in enumerate(self.ready)}
-        self.starts = [*accumulate((1 + piece.num_drafts for piece in self.ready), initial=0)]
         # Copies follow the device's work, into pinned memory on a GPU, so the host does not wait here.
-        self._on_host = message.memory.to("cpu", non_blocking=True)
         self.logits = {
-            piece.request: logits[row : row + 1 + piece.num_drafts].to("cpu", non_blocking=True, copy=True)
+            piece.request: step.logits[row : row + 1 + piece.num_drafts].to("cpu", non_blocking=True, copy=True)
             for piece, row in zip(self.ready, self.starts, strict=False)
             if piece.request.keep_logits
         }
-        self._done = torch.cuda.Event() if message.words.is_cuda else None  # the CPU is done already
-        if self._done is not None:
-            self._done.record()
-
-    def begin(self) -> None:
-        """Count the new tokens and drafts of its requests as in flight, until `wait`."""
-        for piece in self.ready:
-            piece.request.num_in_flight += 1
-            piece.request.num_tried += piece.num_drafts
+        self._on_host = HostCopy(message.memory)
+        self._count(1)
 
     def wait(self) -> list[int]:
         """Wait for the step, and return the words of its message, whose tokens the host knows from now on."""
-        if self._done is not None:
-            self._done.synchronize()
+        words, num_words = self._on_host.wait(), len(self.message.words)
         self.is_under_way = False
-        for piece in self.ready:
-            piece.request.num_in_flight -= 1
-            piece.request.num_tried -= piece.num_drafts
-        words: list[int] = self._on_host.tolist()
-        num_words = len(self.message.words)
+        self._count(-1)
         if self.num_drafts:
             self.num_accepted[:], self.drafts = words[num_words : -self.num_drafts], words[-self.num_drafts :]
         return words[:num_words]
+
+    def _count(self, factor: int) -> None:
+        """Count the new tokens and drafts of its requests as in flight; with a factor of -1 no longer."""
+        for request, _, num_drafts in self.ready:
+            request.num_in_flight += factor
+            if num_drafts:
+                request.num_tried += factor * num_drafts
 
     def results(self, tokens: Sequence[int]) -> Iterator[tuple[Piece, Sequence[int], Sequence[int]]]:
         """Yield each request with its drafts, and its new tokens: those sampled up to the first rejected draft.
@@ -197,15 +199,14 @@ class InFlightStep:
         Args:
             tokens: [n] of the message.
         """
-        at = 0
-        for piece, row, num in zip(self.ready, self.starts, self.num_accepted, strict=False):
-            yield piece, self.drafts[at : at + piece.num_drafts], tokens[row : row + 1 + num]
-            at += piece.num_drafts
+        for index, (piece, row, num) in enumerate(zip(self.ready, self.starts, self.num_accepted, strict=False)):
+            drafts_at = row - index  # each request before has one token more than drafts
+            yield piece, self.drafts[drafts_at : drafts_at + piece.num_drafts], tokens[row : row + 1 + num]
 
     @property
     def sampled_rows(self) -> Tensor:
         """Return which rows of the model the new tokens [n] follow, [n] int64 on the device."""
-        _, rows, logits_at = self.computed
+        rows, logits_at = self.token_rows, self._logits_at
         if rows is None:
             return torch.arange(self.starts[-1], device=self.newest.device) if logits_at is None else logits_at
         return rows if logits_at is None else rows.index_select(0, logits_at)

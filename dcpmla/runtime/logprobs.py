@@ -4,7 +4,6 @@ They are the model's own, before temperature, penalties and other changes of the
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +37,7 @@ class PromptRows(NamedTuple):
     def of(cls, batch: Batch) -> "PromptRows":
         """Find the tokens of a batch, before they count as computed (`Batch.advance`)."""
         found, row = cls([], [], []), 0
-        for request, num_tokens, _ in batch.pieces:
+        for request, num_tokens, _ in batch.pieces if batch.num_scored else ():
             start = max(request.num_computed_tokens, request.num_scored_tokens)
             end = min(request.num_computed_tokens + num_tokens, len(request.prompt_token_ids) - 1)
             if request.is_scored and start < end:
@@ -49,12 +48,15 @@ class PromptRows(NamedTuple):
             row += num_tokens
         return found
 
-    def reject_not_finite(self, tokens: Tensor, logits: Tensor, ready: Sequence[Piece]) -> Tensor:
+    def reject_not_finite(
+        self, tokens: Tensor, logits: Tensor, ready: Sequence[Piece], starts: Sequence[int]
+    ) -> Tensor:
         """Replace the first token of a request by NOT_FINITE if logits of its prompt were NaN or infinite.
 
         Args:
-            tokens: Tokens [n] int64 of the ready pieces, on the device.
+            tokens: New tokens [n] int64, on the device.
             logits: Logits [n + p, vocab] float32, of the tokens that new ones follow, then of the prompts' tokens.
+            ready, starts: Pieces of the requests that get tokens, and the first one of each (`StepInputs`).
         """
         start = len(tokens)
         for request, count in self.counts:
@@ -63,12 +65,10 @@ class PromptRows(NamedTuple):
             known = request.has_finite_scores
             request.has_finite_scores = is_finite if known is None else known & is_finite
             start += count
-        row = 0
-        for request, _, num_drafts in ready:
+        for row, (request, *_) in zip(starts, ready, strict=False):
             if request.has_finite_scores is not None:
                 tokens[row] = tokens[row].where(request.has_finite_scores, NOT_FINITE)
                 request.has_finite_scores = None
-            row += 1 + num_drafts
         return tokens
 
     def join(self, logits_at: Tensor | None) -> Tensor | None:
@@ -83,16 +83,18 @@ class Logprobs:
 
     Args:
         logits: Logits [n + p, vocab] float32, of the tokens that new ones follow, then of the prompts' tokens.
-        ready: Pieces of the requests that get tokens: one, and one after each draft, [n] in all.
+        ready, starts: Pieces of the requests that get tokens, the first one of each, and their number n (`StepInputs`).
         tokens: Tokens int64 on the device, first the new ones [n].
         prompts: Tokens of prompts [p].
     """
 
-    def __init__(self, logits: Tensor, ready: Sequence[Piece], tokens: Tensor, prompts: PromptRows) -> None:
-        starts = [*accumulate((1 + piece.num_drafts for piece in ready), initial=0)]
-        rows_of = zip((piece.request for piece in ready), starts, strict=False)
+    def __init__(
+        self, logits: Tensor, ready: Sequence[Piece], starts: Sequence[int], tokens: Tensor, prompts: PromptRows
+    ) -> None:
         self._new = {
-            request: row for request, row in rows_of if request.params.logprobs is not None and request.keep_logprobs
+            request: row
+            for row, (request, *_) in zip(starts, ready, strict=False)
+            if request.params.logprobs is not None and request.keep_logprobs
         }
         self._counts = [(request, count) for request, count in prompts.counts if request.keep_logprobs]
         num_new, rows, targets_of_rows, start = len(self._new), [*self._new.values()], list[int](), 0

@@ -11,6 +11,7 @@ from torch import Tensor
 from dcpmla.runtime.batch import Piece
 from dcpmla.runtime.drafts import NO_DRAFT
 from dcpmla.runtime.grammars import Follower, Grammars
+from dcpmla.runtime.host_copy import HostCopy
 from dcpmla.runtime.request import Request
 from dcpmla.upload import upload
 
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
 
 NO_TOKEN = -2  # instead of a token, where a grammar cannot be followed
 _MAX_ROWS = 64  # rows at once: temporary tensors stay small compared with the logits of a large batch
+_MOST_THREADS = 8  # that fill masks
 _ALL = np.uint32(0xFFFFFFFF)
+# A matcher, the row of its first mask, and the drafts after which it makes others.
+_Job = tuple["LLMatcher", int, list[int]]
 
 
 class Masked(NamedTuple):
@@ -40,27 +44,6 @@ class Masked(NamedTuple):
         return tokens.index_fill(0, upload([np.array(self.failed)], tokens.device)[0], NO_TOKEN)
 
 
-class HostDrafts:
-    """A step's drafts on their way to the host, from before the model computes it.
-
-    Args:
-        drafts: [N] int64, piece after piece.
-    """
-
-    def __init__(self, drafts: Tensor) -> None:
-        self._tokens = drafts.to("cpu", non_blocking=True)
-        self._done = torch.cuda.Event() if drafts.is_cuda else None
-        if self._done is not None:
-            self._done.record()
-
-    def wait(self) -> list[int]:
-        """Return the drafts, without waiting for the step itself."""
-        if self._done is not None:
-            self._done.synchronize()
-        tokens: list[int] = self._tokens.tolist()
-        return tokens
-
-
 class Masks:
     """Masks of the choices of a step. Other ranks than the first make none: their tokens are replaced by its tokens."""
 
@@ -68,59 +51,54 @@ class Masks:
         self._grammars = grammars
         self._executor: LLExecutor | None = None
 
-    def apply(self, logits: Tensor, ready: Sequence[Piece], drafts: HostDrafts | None) -> Masked:
+    def apply(self, logits: Tensor, ready: Sequence[Piece], drafts: HostCopy | None) -> Masked:
         """Return a step's logits under the masks of its grammars: the same tensor without any.
 
         Args:
             logits: [n, vocab] float32, a row for each ready piece and after each of its drafts.
             ready: Pieces whose requests' tokens before this step are all known.
-            drafts: The step's drafts, of all pieces.
+            drafts: The step's drafts, of all pieces, copied before the model computes it.
         """
-        choices, row, draft = list[_Choices](), 0, 0
+        choices, num_rows, row, draft = list[_Choices](), 0, 0, 0
         tokens = [] if drafts is None else drafts.wait()
-        for piece in ready:
-            follower = None if piece.request.params.grammar is None else self._grammars.follower(piece.request)
+        for request, _, num_drafts in ready:
+            follower = None if request.params.grammar is None else self._grammars.follower(request)
             if follower is not None:
-                choices.append(_Choices(row, piece.request, follower, tokens[draft : draft + piece.num_drafts]))
-            row += 1 + piece.num_drafts
-            draft += piece.num_drafts
+                own = tokens[draft : draft + num_drafts]
+                num_free = follower.num_free(request.token_ids, own)
+                choices.append(_Choices(row, num_rows, request, follower, own, num_free))
+                num_rows += 1 + num_drafts
+            row += 1 + num_drafts
+            draft += num_drafts
         if not choices:
             return Masked(logits, [])
-        bits = self._fill(choices)
+        bits = self._fill(choices, num_rows)
         failed = [own.row for own in choices if own.follower.error]
         at = np.concatenate([np.arange(own.row, own.row + 1 + len(own.drafts)) for own in choices])
         return Masked(_masked(logits, at, bits), failed)
 
-    def _fill(self, choices: Sequence["_Choices"]) -> "np.ndarray[Any, np.dtype[np.uint32]]":
+    def _fill(self, choices: Sequence["_Choices"], num_rows: int) -> "np.ndarray[Any, np.dtype[np.uint32]]":
         """Return the masks of all choices [n, words]. Those after a draft that the grammar forbids have no meaning."""
-        num_rows = sum(1 + len(own.drafts) for own in choices)
-        bits = np.full((num_rows, self._grammars.num_words), _ALL, dtype=np.uint32)
-        jobs, nums_free, start = list[tuple["LLMatcher", int, list[int]]](), list[int](), 0
-        for own in choices:
-            known = own.drafts[: own.drafts.index(NO_DRAFT)] if NO_DRAFT in own.drafts else own.drafts
-            num_free = own.follower.num_free(own.request.token_ids, own.drafts)
-            if own.follower.matcher is not None and not own.follower.error and num_free <= len(own.drafts):
-                jobs.append((own.follower.matcher, start + num_free, known[num_free:]))
-            nums_free.append(num_free)
-            start += 1 + len(own.drafts)
+        bits, jobs = np.full((num_rows, self._grammars.num_words), _ALL, dtype=np.uint32), list[_Job]()
+        for _, start, _, follower, drafts, num_free in choices:
+            known = drafts[: drafts.index(NO_DRAFT)] if NO_DRAFT in drafts else drafts
+            if follower.matcher is not None and not follower.error and num_free <= len(drafts):
+                jobs.append((follower.matcher, start + num_free, known[num_free:]))
         self._run(jobs, bits)
-        start = 0
-        for own, num_free in zip(choices, nums_free, strict=True):
-            own.follower.check()
-            for index in range(1 + len(own.drafts)):
-                own.follower.finish(
-                    bits[start + index], own.request.params.stop_token_ids, index < num_free, own.request.is_short
-                )
-            start += 1 + len(own.drafts)
+        for _, start, request, follower, drafts, num_free in choices:
+            follower.check()
+            for index in range(1 + len(drafts)):
+                is_free = index < num_free
+                follower.finish(bits[start + index], request.params.stop_token_ids, is_free, request.is_short)
         return bits
 
-    def _run(self, jobs: Sequence[tuple["LLMatcher", int, list[int]]], bits: "np.ndarray[Any, Any]") -> None:
+    def _run(self, jobs: Sequence["_Job"], bits: "np.ndarray[Any, Any]") -> None:
         """Fill each matcher's masks, in threads: one at its row, and one more for each draft."""
         if not jobs:
             return
         from llguidance import LLExecutor  # the extra structured brings it
 
-        self._executor = self._executor or LLExecutor(_num_threads())
+        self._executor = self._executor or LLExecutor(max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2)))
         target = bits.ctypes.data, bits.shape[1] * bits.itemsize, len(bits)
         if plain := [(matcher, row) for matcher, row, drafts in jobs if not drafts]:
             self._executor.unsafe_compute_mask_ptr(plain, *target)
@@ -132,13 +110,16 @@ class _Choices(NamedTuple):
     """The choices of a request in a step: one, and one after each of its drafts.
 
     Attributes:
-        row: Row of the first choice in the logits.
+        row, start: Row of the first choice in the logits, and in the masks.
+        num_free: Number of choices before the grammar begins.
     """
 
     row: int
+    start: int
     request: Request
     follower: Follower
     drafts: list[int]
+    num_free: int
 
 
 def _masked(logits: Tensor, rows: "np.ndarray[Any, np.dtype[np.int64]]", bits: "np.ndarray[Any, Any]") -> Tensor:
@@ -150,8 +131,3 @@ def _masked(logits: Tensor, rows: "np.ndarray[Any, np.dtype[np.int64]]", bits: "
         allowed = (own[:, :, None] >> shifts & 1).flatten(1)[:, :vocab_size] != 0
         masked.index_copy_(0, part, logits.index_select(0, part).where(allowed, -torch.inf))
     return masked
-
-
-def _num_threads() -> int:
-    """Return the number of threads that fill masks."""
-    return max(1, min(8, (os.cpu_count() or 1) // 2))

@@ -95,12 +95,12 @@ class MtpDrafter(Drafter):
         Args:
             at: [n] rows of the tokens that new ones follow.
         """
-        by = previous.computed.by
+        by = previous.by
         metadata = by.latest_metadata if isinstance(by, StepGraph) else by
         token_ids = at.new_zeros(metadata.num_tokens)
         if previous.is_prefill:
             (following,) = upload([np.array(_following(previous), dtype=np.int64)], self._model.device)
-            rows = previous.computed.rows
+            rows = previous.token_rows
             targets = slice(len(following)) if rows is None else rows  # in a decode graph's padded step
             token_ids[targets] = following
         token_ids = token_ids.index_copy(0, at, previous.message.tokens)

@@ -17,10 +17,14 @@ from dcpmla.runtime.stats import CopyTotals
 _STORED_TOGETHER = 32  # blocks; a step with a few full blocks would spend more time on launches than on copies
 
 
-class _Store(NamedTuple):
-    """A copy under way, and the blocks that it reads, by their keys."""
+class _UnderWay(NamedTuple):
+    """A copy under way, the totals that it counts in with its number of blocks, and the blocks that it reads, by their
+    keys.
+    """
 
     copy: Copy
+    totals: CopyTotals
+    num_blocks: int
     blocks: dict[bytes, int]
 
 
@@ -46,8 +50,7 @@ class Offload:
         self._progress = progress
         self.disk = None if scheduler.reads is None else DiskOffload(memory, scheduler.tier, scheduler.reads, progress)
         self.loaded, self.stored = CopyTotals(), CopyTotals()
-        self._stores: list[_Store] = []  # under way
-        self._loads: list[tuple[Copy, int]] = []  # under way, with their numbers of blocks
+        self._under_way: list[_UnderWay] = []
 
     def begin(self, batch: Batch) -> None:
         """Store blocks that a scheduled step may overwrite, and start its loads and the disk's transfers.
@@ -59,7 +62,7 @@ class Offload:
         is_idle = self.disk is not None and not batch.pieces
         if is_idle or self.tier.is_overwritten(self._allocator):
             self._store()
-        for copy, blocks in self._stores:
+        for copy, *_, blocks in self._under_way:
             if any(self._allocator.find([key]) != [block] for key, block in blocks.items()):
                 copy.wait()
         for request in batch.loads:
@@ -79,7 +82,6 @@ class Offload:
             loading, piece.request.loading = piece.request.loading, None
             if loading is None:
                 continue
-            assert isinstance(loading, Loading)
             assert isinstance(loading.copy, Copy)
             if waits_by_layer and not loading.has_ended:
                 loading.copy.wait_by_layer(self._cache.loads)
@@ -99,7 +101,7 @@ class Offload:
         if slot is not None:
             self._memory.store_state(state.source, slot)
             if self.disk is not None:
-                self.disk.add_state(state.key)
+                self.disk.add([state.key], is_state=True)
 
     def totals(self) -> dict[tuple[str, str], CopyTotals]:
         """Return the totals of transfers by tier ("host", "disk") and direction ("load", "store")."""
@@ -126,27 +128,27 @@ class Offload:
         self._progress.reset()
         if self.disk is not None:
             self.disk.reset()
-        self._stores.clear()
+        self._under_way.clear()
         self.loaded, self.stored = CopyTotals(), CopyTotals()
 
     def _store(self) -> None:
         blocks, slots, keys = self.tier.take_pending()
         if blocks:
             copy = self._memory.store(blocks, slots)
-            self._stores.append(_Store(copy, dict(zip(keys, blocks, strict=True))))
+            self._under_way.append(_UnderWay(copy, self.stored, len(keys), dict(zip(keys, blocks, strict=True))))
         if self.disk is not None:
-            self.disk.add_blocks(keys)
+            self.disk.add(keys)
 
     def _load(self, request: Request) -> None:
         loading = request.loading
-        assert isinstance(loading, Loading)
+        assert loading is not None
         tier = self.tier
         slots, state = tier.blocks.slots(loading.keys), None
         if loading.state is not None:
             key, number = loading.state
             state = tier.states.slots([key])[0], number
         loading.copy = copy = self._memory.load(loading.blocks, slots, state)
-        self._loads.append((copy, len(slots)))
+        self._under_way.append(_UnderWay(copy, self.loaded, len(slots), {}))
         self._progress.watch(copy, lambda _: self._end(loading))
 
     def _end(self, loading: Loading) -> None:
@@ -158,9 +160,6 @@ class Offload:
 
     def count(self) -> None:
         """Add the copies that have ended to the totals."""
-        for load in [load for load in self._loads if load[0].is_done]:
-            self._loads.remove(load)
-            self.loaded.add(*load)
-        for store in [store for store in self._stores if store.copy.is_done]:
-            self._stores.remove(store)
-            self.stored.add(store.copy, len(store.blocks))
+        for each in [each for each in self._under_way if each.copy.is_done]:
+            self._under_way.remove(each)
+            each.totals.add(each.copy, each.num_blocks)

@@ -4,7 +4,7 @@ in the steps' messages (`Progress`).
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 _FIELD_BITS = 9  # a field counts ranks; more than 511 never share a step
 _NUM_FIELDS = 7  # in a word of 63 bits
@@ -104,42 +104,26 @@ class Stoppable(Protocol):
 
 @dataclass(eq=False)
 class Loading:
-    """Content of host memory that a request continues from.
+    """Content that a request continues from: of host memory, or a prompt that another job prefills.
 
     Attributes:
         keys: Keys of blocks in host memory.
         blocks: Blocks of the cache that they are copied into.
         state: Key of the state in host memory, and number of the state that it is copied into; None without one.
-        copy: Copy of it; None until it is queued.
-        has_ended: Whether all ranks have agreed that it has ended.
+        can_join: Whether a step may begin before it has ended, and wait for it on the device. The request of a prompt
+            that another job prefills is no part of a step until its end.
+        copy: Copy of it; None until it is queued, or the other job is known.
+        has_ended: Whether all ranks have agreed that it has ended. A prompt's end is that the request forgets it.
     """
 
-    keys: Sequence[bytes]
-    blocks: Sequence[int]
+    keys: Sequence[bytes] = ()
+    blocks: Sequence[int] = ()
     state: tuple[bytes, int] | None = None
+    can_join: bool = True
     copy: Stoppable | None = None
     has_ended: bool = False
-    can_join: ClassVar[bool] = True  # a step may begin before it has ended, and wait for it on the device
 
     def cancel(self) -> None:
         """Drop the parts that are not queued. Later steps write to the blocks after the queued ones."""
-        if self.copy is not None:
-            self.copy.cancel()
-
-
-@dataclass(eq=False)
-class Arriving:
-    """A prompt that another job prefills. Its request is no part of a step until this has ended.
-
-    Attributes:
-        copy: Transfer of its blocks and state; None until the other job is known.
-    """
-
-    copy: Stoppable | None = None
-    has_ended: ClassVar[bool] = False  # at its end the request forgets it
-    can_join: ClassVar[bool] = False
-
-    def cancel(self) -> None:
-        """Stop the transfer. Later steps may write to the blocks."""
         if self.copy is not None:
             self.copy.cancel()

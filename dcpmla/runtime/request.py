@@ -11,9 +11,9 @@ from torch import Tensor
 
 from dcpmla.cache.blocks import block_key, salt_key
 from dcpmla.runtime.acceptance import Acceptance
-from dcpmla.runtime.progress import Arriving, Loading
+from dcpmla.runtime.progress import Loading
 from dcpmla.runtime.sampling import SamplingParams
-from dcpmla.text.stream import text_of
+from dcpmla.text.stream import TextStream
 from dcpmla.text.token_bytes import Tokenizer
 from dcpmla.transfer.handoff import Handoff
 
@@ -107,7 +107,7 @@ class Request:
 
     block_ids: "array[int]" = field(default_factory=lambda: array("q"))
     state: int | None = None
-    loading: Loading | Arriving | None = None
+    loading: Loading | None = None
     sending: Handoff | None = None
     source: tuple[str, str] | None = None
     is_local: bool = False
@@ -160,9 +160,12 @@ class Request:
     @property
     def text(self) -> str:
         """Return the text of the new tokens, decoded anew; empty without a tokenizer."""
-        tokens = self.prompt_token_ids, self.token_ids
-        is_over, is_stop_token = self.finish_reason is not None, self.has_stop_token
-        return text_of(self.tokenizer, self.params, *tokens, is_over=is_over, is_stop_token=is_stop_token)
+        if self.tokenizer is None:
+            return ""
+        stream = TextStream(self.tokenizer, self.params, self.prompt_token_ids)
+        if self.finish_reason is None:
+            return stream.push(self.token_ids)
+        return stream.end(self.token_ids, self.has_stop_token)
 
     @property
     def is_loading(self) -> bool:
@@ -209,7 +212,8 @@ class Request:
     @property
     def is_short(self) -> bool:
         """Return whether the next token to be chosen is one of the first min_tokens, which end no request."""
-        return self.num_new_tokens < self.params.min_tokens
+        least = self.params.min_tokens
+        return least > 0 and self.num_new_tokens < least
 
     @property
     def is_scored(self) -> bool:

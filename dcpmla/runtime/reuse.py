@@ -266,12 +266,11 @@ class PrefixReuse:
             of_state = found.state_key, state
         return Loading(found.keys, blocks[len(found.blocks) : found.num_blocks], of_state)
 
-    def coming_blocks(self, running: Iterable[Request]) -> ComingBlocks:
-        """Return the blocks that running requests will remember."""
+    def coming_blocks(self, prefills: Iterable[Request]) -> ComingBlocks:
+        """Return the blocks that running requests whose prompts are not computed yet will remember."""
         coming = ComingBlocks(self._block_tokens)
-        for request in running:
-            if request.is_prefill:
-                self.add_coming(request, coming)
+        for request in prefills:
+            self.add_coming(request, coming)
         return coming
 
     def add_coming(self, request: Request, coming: ComingBlocks) -> None:

@@ -1,15 +1,12 @@
 """A step on the device: run by the model or its graphs, then the choice of tokens and the message on them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dcpmla.attention.backends.calls import decode_workspace
-from dcpmla.attention.stack import Stack
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.layers import Cache
@@ -20,9 +17,11 @@ from dcpmla.runtime.costs import PieceCosts
 from dcpmla.runtime.grammars import Grammars
 from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.graph_sizes import GraphSize
-from dcpmla.runtime.in_flight import Computed, InFlightStep, StepInputs
+from dcpmla.runtime.host_copy import HostCopy
+from dcpmla.runtime.in_flight import ComputedStep, InFlightStep, StepInputs
 from dcpmla.runtime.logprobs import Logprobs, PromptRows
-from dcpmla.runtime.masks import HostDrafts, Masks
+from dcpmla.runtime.masks import Masks
+from dcpmla.runtime.model import Model
 from dcpmla.runtime.penalties import Penalties
 from dcpmla.runtime.sampling import sample
 from dcpmla.runtime.speculation import Speculation
@@ -30,25 +29,6 @@ from dcpmla.upload import upload
 
 # Graphs of steps, and the size that a step is padded to.
 Graph = tuple[StepGraph, GraphSize]
-
-
-class Model(Protocol):
-    """The model that the engine drives; `dcpmla.integrations.transformers.ShardedModel` is one."""
-
-    attention: Stack
-    device: torch.device
-    dtype: torch.dtype
-    vocab_size: int
-    eos_token_ids: frozenset[int]
-
-    def hidden(self, token_ids: Tensor, metadata: StepMetadata, cache: Cache) -> Tensor: ...
-
-    def logits(self, hidden_states: Tensor) -> Tensor: ...
-
-    @property
-    def faults(self) -> Sequence[Tensor]: ...
-
-    def check(self) -> None: ...
 
 
 class StepRunner:
@@ -75,7 +55,7 @@ class StepRunner:
         if self._scales_pending:
             return None
         num_reqs, query_len = len(batch.pieces), batch.most_drafts + 1
-        is_decode = batch.num_absorbed == num_reqs and batch.longest_absorbed <= query_len
+        is_decode = batch.num_absorbed == num_reqs and not batch.has_long_absorbed
         if decode is not None and is_decode and (size := decode.decode_size(num_reqs, query_len)):
             return decode, size
         if prompts is None:
@@ -86,7 +66,7 @@ class StepRunner:
 
     def start(
         self, batch: Batch, previous: InFlightStep | None, drafts: Tensor | None, graph: Graph | None, started: float
-    ) -> "ComputedStep":
+    ) -> ComputedStep:
         """Compute a step. Its tokens are chosen by `finish`. Collective over the TP group.
 
         Args:
@@ -95,48 +75,9 @@ class StepRunner:
             graph: Graphs that run the step, and its size (`graph_of`); None for the model itself.
             started: Seconds on the host's clock.
         """
-        prompts, host_drafts = PromptRows.of(batch), None
-        if drafts is not None and any(piece.request.params.grammar is not None for piece in batch.pieces):
-            host_drafts = HostDrafts(drafts)
-        inputs, computed, logits = self.run(batch, previous, drafts, graph, prompts)
-        batch.advance()
-        return ComputedStep(batch, inputs, drafts, host_drafts, prompts, computed, logits, started)
-
-    def finish(
-        self, step: "ComputedStep", previous: InFlightStep | None, speculation: Speculation, agreement: Agreement
-    ) -> InFlightStep:
-        """Choose the tokens of a step, and send the message on them. Collective over the TP group.
-
-        Args:
-            previous: Step in flight, None if its tokens have been taken since the start of this one.
-            agreement: Messages of the ranks, one a step.
-        """
-        ready, drafts, logits = step.inputs.ready, step.drafts, step.logits
-        tokens = self._choose_tokens(step, previous)
-        tokens = step.prompts.reject_not_finite(tokens, logits, ready)
-        num_verified = 0 if drafts is None else len(ready) + len(drafts)
-        num_compiled = self._grammars.num_compiled
-        message = agreement.start(tokens, self._model.faults, speculation.step_time, num_verified, num_compiled)
-        verified = speculation.verify(drafts, ready, message)
-        logprobs = Logprobs(logits, ready, message.tokens, step.prompts)
-        in_flight = InFlightStep(
-            step.batch, step.inputs, step.computed, message, drafts, verified, logits, logprobs, step.started
-        )
-        in_flight.begin()
-        return in_flight
-
-    def run(
-        self,
-        batch: Batch,
-        previous: InFlightStep | None,
-        drafts: Tensor | None,
-        graph: Graph | None,
-        prompts: PromptRows,
-    ) -> tuple[StepInputs, Computed, Tensor]:
-        """Compute a step's tokens (arguments of `start`); return them, their layout, and the logits of tokens that new
-        ones follow, then of the prompts' scored tokens.
-        """
-        inputs = StepInputs.of(batch, previous, drafts, self._model.device)
+        has_grammars = any(piece.request.params.grammar is not None for piece in batch.pieces)
+        host_drafts = HostCopy(drafts) if drafts is not None and has_grammars else None
+        inputs, prompts = StepInputs.of(batch, previous, drafts, self._model.device), PromptRows.of(batch)
         logits_at = prompts.join(inputs.logits_at)
         for copy in batch.copies:
             self._cache.copy_state(*copy)
@@ -146,69 +87,60 @@ class StepRunner:
             [piece.request.block_ids for piece in batch.pieces],
             [piece.request.state for piece in batch.pieces],
             batch.num_absorbed,
-            self._decode_width(batch),
+            # A decode and its drafts, or a width that suits the kernels if pieces of prompts are longer.
+            self._tokens_per_request if batch.has_long_absorbed else batch.most_drafts + 1,
         )
+        by: StepMetadata | StepGraph
         if graph is None:
             # Without scales nothing is a decode, not even a prompt of one token.
             num_decodes = 0 if self._scales_pending else batch.num_absorbed
-            metadata = self._steps.build(requests, requests.segment_len, num_decodes, self._workspace)
-            rows = self._model.hidden(inputs.on(self._model.device), metadata, self._cache)
-            computed = Computed(metadata, None, inputs.logits_at)
+            by = self._steps.build(requests, requests.segment_len, num_decodes, self._workspace)
+            rows = self._model.hidden(inputs.on(self._model.device), by, self._cache)
             self._scales_pending = False
         else:
+            by, size = graph
             num_rejected = None
-            if previous is not None and graph[1].query_len:
+            if previous is not None and size.query_len:
                 num_rejected = previous.num_rejected([piece.request for piece in batch.pieces])
-            rows = graph[0].run(inputs.token_ids, requests, graph[1], num_rejected, self._workspace)
-            computed = Computed(graph[0], graph[0].latest_rows, inputs.logits_at)
+            rows = by.run(inputs.token_ids, requests, size, num_rejected, self._workspace)
         rows = rows if logits_at is None else rows[logits_at]
-        has_logits = graph is not None and graph[1].query_len > 0
-        return inputs, computed, rows if has_logits else self._model.logits(rows)
+        logits = rows if graph is not None and graph[1].query_len else self._model.logits(rows)
+        token_rows = by.latest_rows if isinstance(by, StepGraph) else None
+        return ComputedStep(batch, inputs, drafts, host_drafts, has_grammars, prompts, by, token_rows, logits, started)
 
-    def _decode_width(self, batch: Batch) -> int:
-        """Return the number of a request's tokens that absorbed attention takes at a time: a decode and its drafts, or
-        a width that suits the kernels if pieces of prompts are longer.
+    def finish(
+        self, step: ComputedStep, previous: InFlightStep | None, speculation: Speculation, agreement: Agreement
+    ) -> InFlightStep:
+        """Choose the tokens of a step, and send the message on them. Collective over the TP group.
+
+        Args:
+            previous: Step in flight, None if its tokens have been taken since the start of this one.
+            agreement: Messages of the ranks, one a step.
         """
-        is_cut = batch.longest_absorbed > batch.most_drafts + 1
-        return self._tokens_per_request if is_cut else batch.most_drafts + 1
+        ready, starts, drafts, logits = step.inputs.ready, step.inputs.starts, step.drafts, step.logits
+        tokens = self._choose_tokens(step, previous)
+        if step.batch.has_prompts:  # the step of a prompt's last token is one
+            tokens = step.prompts.reject_not_finite(tokens, logits, ready, starts)
+        num_verified = 0 if drafts is None else len(ready) + len(drafts)
+        num_compiled = self._grammars.num_compiled
+        message = agreement.start(tokens, self._model.faults, speculation.step_time, num_verified, num_compiled)
+        verified = speculation.verify(drafts, ready, message)
+        logprobs = Logprobs(logits, ready, starts, message.tokens, step.prompts)
+        return InFlightStep(step, message, verified, logprobs)
 
-    def _choose_tokens(self, step: "ComputedStep", previous: InFlightStep | None) -> Tensor:
+    def _choose_tokens(self, step: ComputedStep, previous: InFlightStep | None) -> Tensor:
         """Choose a token after each of the requests' last tokens and drafts, [n] int64 on the device."""
         ready, logits = step.inputs.ready, step.logits
-        requests = [piece.request for piece in ready for _ in range(1 + piece.num_drafts)]
+        requests = [piece.request for piece in ready]
+        if step.drafts is not None:
+            requests = [piece.request for piece in ready for _ in range(1 + piece.num_drafts)]
         params, allowed, masked = [request.params for request in requests], logits[: len(requests)], None
-        if any(each.grammar is not None for each in params):
+        if step.has_grammars:
             masked = self._masks.apply(allowed, ready, step.host_drafts)
             allowed = masked.logits
         shaped = self._penalties.shape_logits(allowed, requests, previous)
         tokens = sample(shaped, params, _draw(ready, previous, logits.device))
         return tokens if masked is None else masked.reject(tokens)
-
-
-@dataclass(frozen=True)
-class ComputedStep:
-    """A step that the device computes, before its tokens are chosen.
-
-    Attributes:
-        drafts, host_drafts: Drafts to verify, and their copy on the host where masks depend on it.
-        prompts: Tokens of prompts that it scores.
-        logits: [n + p, vocab] float32 (`StepRunner.run`).
-        started: Seconds on the host's clock.
-    """
-
-    batch: Batch
-    inputs: StepInputs
-    drafts: Tensor | None
-    host_drafts: HostDrafts | None
-    prompts: PromptRows
-    computed: Computed
-    logits: Tensor
-    started: float
-
-    @property
-    def needs_tokens(self) -> bool:
-        """Return whether the choice of its tokens depends on the previous step's tokens on the host."""
-        return any(request.params.grammar and request.num_in_flight for request, _, _ in self.inputs.ready)
 
 
 def reads_between_graphs(batch: Batch, graph: Graph | None) -> bool:
@@ -219,9 +151,11 @@ def reads_between_graphs(batch: Batch, graph: Graph | None) -> bool:
 
 
 def _draw(ready: Sequence[Piece], previous: InFlightStep | None, device: torch.device) -> Sequence[float] | Tensor:
-    """Return a random number for each token [n], 0 if it is not drawn; float64 on the device if they depend on the
-    number of drafts that the step in flight accepts.
+    """Return a random number for each token [n], 0 if it is not drawn, or none if no token is; float64 on the device if
+    they depend on the number of drafts that the step in flight accepts.
     """
+    if not any(piece.request.params.temperature for piece in ready):
+        return []
     numbers: list[float] = []
     at: list[int] = []
     orders: list[int] = []  # each request's index in the step in flight; -1, the zero at the end, if irrelevant

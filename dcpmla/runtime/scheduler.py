@@ -7,6 +7,7 @@ the search for remembered blocks reads ids.
 
 from array import array
 from collections import deque
+from collections.abc import Sequence
 
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.tier import HostTier
@@ -14,7 +15,7 @@ from dcpmla.fields import check_fields, option_label, whole
 from dcpmla.runtime.batch import Batch
 from dcpmla.runtime.costs import TOKEN_COSTS, LoadCosts, PieceCosts, piece_tokens
 from dcpmla.runtime.disk_offload import DiskReads, Readiness
-from dcpmla.runtime.progress import Arriving
+from dcpmla.runtime.progress import Loading
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.reuse import Found, PrefixReuse
 
@@ -95,17 +96,19 @@ class Scheduler:
             agreed_now: Seconds on the first rank's clock, the same on all ranks.
         """
         batch = Batch(self.max_num_batched_tokens)
-        self._schedule_decodes(batch)
+        prefills = self._schedule_decodes(batch)
         if num_drafts:
             for index, piece in enumerate(batch.pieces):
                 if piece.request.can_draft:
                     batch.set_drafts(index, self.take_room(piece.request, min(num_drafts, batch.budget)))
         if batch.pieces:
             batch.room_us = self.costs.max_prefill_us
-        self._schedule_prefills(batch)
+        for request in prefills:
+            if not request.is_loading and batch.room(request) and batch.room_us > 0:
+                self._add_piece(batch, request)
         if not batch.pieces:
             self._join_loading(batch)
-        self._admit(batch, now, agreed_now)
+        self._admit(batch, prefills, now, agreed_now)
         batch.arrange(self.costs, self.max_absorbed_tokens)
         return batch
 
@@ -185,7 +188,7 @@ class Scheduler:
                 batch.copies.append((found.state, request.state))
         request.block_ids = array("q", known + self.allocator.allocate(num_new))
         if is_elsewhere:
-            request.loading = Arriving()
+            request.loading = Loading(can_join=False)
             batch.arrivals.append(request)
         elif found.keys or found.state_key is not None:
             request.loading = self.reuse.load(found, request.block_ids, request.state)
@@ -196,7 +199,8 @@ class Scheduler:
 
     def grow(self, request: Request) -> bool:
         """Take a block for the next token, if it needs one; return False if the request was preempted itself."""
-        while len(request.block_ids) < self._num_blocks(request.num_computed_tokens + request.num_tried + 1):
+        block_tokens = self.allocator.block_tokens
+        while request.num_computed_tokens + request.num_tried >= len(request.block_ids) * block_tokens:
             if self.allocator.num_free:
                 request.block_ids.extend(self.allocator.allocate(1))
             else:
@@ -223,19 +227,19 @@ class Scheduler:
         if self.reads is not None:
             self.reads.release(request)
 
-    def _schedule_decodes(self, batch: Batch) -> None:
-        index = 0
+    def _schedule_decodes(self, batch: Batch) -> list[Request]:
+        """Add decodes to a step; return the running requests whose tokens are computed in pieces, while it has room."""
+        index, prefills = 0, list[Request]()
         while index < len(self.running) and batch.budget:  # growing may shorten the list from its end
             request = self.running[index]
-            if request.is_decode and not (request.is_loading or request.is_held) and self.grow(request):
-                batch.add(request, 1)
+            if request.is_decode:
+                if not (request.is_loading or request.is_held) and self.grow(request):
+                    batch.add(request, 1)
+            elif request.is_prefill:
+                prefills.append(request)
             index += 1
-
-    def _schedule_prefills(self, batch: Batch) -> None:
-        for request in self.running:
-            is_due = request.is_prefill and not request.is_loading
-            if is_due and batch.room(request) and batch.room_us > 0:
-                self._add_piece(batch, request)
+        batch.num_absorbed = len(batch.pieces)
+        return prefills
 
     def _join_loading(self, batch: Batch) -> None:
         """Add pieces of requests whose blocks are still loading: without other work, their step waits for the parts."""
@@ -243,8 +247,8 @@ class Scheduler:
             if request.loading is not None and request.loading.can_join and batch.room(request):
                 self._add_piece(batch, request)
 
-    def _admit(self, batch: Batch, now: float, agreed_now: float) -> None:
-        coming = self.reuse.coming_blocks(self.running)
+    def _admit(self, batch: Batch, prefills: Sequence[Request], now: float, agreed_now: float) -> None:
+        coming = self.reuse.coming_blocks(prefills)
         passed: list[Request] = []
         num_held = 0
         while self.waiting and batch.budget and batch.room_us > 0 and len(self.running) < self.max_num_seqs > num_held:

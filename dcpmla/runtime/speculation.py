@@ -18,13 +18,14 @@ class Speculation:
 
     Args:
         drafter: Source of drafts.
+        drafts_always: Whether each step drafts for all its requests that can draft.
 
     Attributes:
         step_time: Time of the last step, if it had decodes alone and its time is representative (`end`).
     """
 
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter = drafter
+    def __init__(self, drafter: Drafter, drafts_always: bool = False) -> None:
+        self.drafter, self._drafts_always = drafter, drafts_always
         self.step_time: StepTime | None = None
         self._payoff = Payoff()
         self._last_kind: tuple[int, bool] | None = None  # the previous step's number of decodes, and whether it drafted
@@ -46,11 +47,14 @@ class Speculation:
         Args:
             is_ahead: Whether it is launched before the tokens of the one under way are on the host.
         """
-        if is_ahead and self.drafter.reads_tokens:
+        num_drafts = self.drafter.num_speculative_tokens
+        if not num_drafts or (is_ahead and self.drafter.reads_tokens):
             return 0
-        num_drafts, can_draft = self.drafter.num_speculative_tokens, [each for each in running if each.can_draft]
-        if len(running) * (1 + num_drafts) > MAX_DRAFT_ROWS or not can_draft:
+        if len(running) * (1 + num_drafts) > MAX_DRAFT_ROWS:
             return 0
+        can_draft = [each for each in running if each.can_draft]
+        if not can_draft or self._drafts_always:
+            return num_drafts if can_draft else 0
         drafting = self.drafter.candidates(can_draft)
         if not drafting:
             return 0
@@ -63,11 +67,13 @@ class Speculation:
         Args:
             previous: The previous step, under way or not.
         """
+        if not self.drafter.num_speculative_tokens:
+            return None
         drafts = self.drafter.draft([(piece.request, piece.num_drafts) for piece in batch.pieces], previous)
         for index, num_drafts in enumerate(drafts.nums):
             batch.set_drafts(index, num_drafts)
         if not batch.has_prompts:
-            self._payoff.count_step(batch.most_drafts > 0)
+            self._payoff.count_step(batch.num_drafts > 0)
         return drafts.token_ids if len(drafts.token_ids) else None
 
     def verify(self, drafts: Tensor | None, ready: Sequence[Piece], message: Message) -> Verified | None:
@@ -87,35 +93,31 @@ class Speculation:
         return verify(drafts, message.tokens, nums, compared, message.memory[len(message.words) :])
 
     def accept(self, piece: Piece, drafts: Sequence[int], num_accepted: int) -> int:
-        """Count a request's drafts and return their number; accepted ones count as computed. Cache entries of rejected
-        drafts will be overwritten.
+        """Count a request's drafts, at least one, and return their number; accepted ones count as computed. Cache
+        entries of rejected drafts will be overwritten.
         """
         request, num_drafts = piece.request, sum(draft != NO_DRAFT for draft in drafts)
         if num_drafts:
             request.acceptance.count(num_drafts, num_accepted)
             self._payoff.count(num_drafts, num_accepted)
-        if drafts:
-            request.keep_draws(num_accepted + 1)
+        request.keep_draws(num_accepted + 1)
         if request.block_ids:  # a request without blocks was preempted, and is recomputed
             request.num_computed_tokens += num_accepted
         return num_drafts
 
-    def end(self, pending: InFlightStep, seconds: float) -> None:
-        """Record the seconds from the end of the previous step to the end of this one.
+    def end(self, pending: InFlightStep, seconds: float, agreed: StepTime | None) -> None:
+        """Record the end of a step.
 
         Time a step without drafts only if the previous step was of the same kind and size.
+
+        Args:
+            seconds: Seconds from the end of the previous step to the end of this one, on this rank.
+            agreed: Time of an earlier step, the same on all ranks.
         """
+        if agreed is not None:
+            self._payoff.learn(agreed)
         kind = None if pending.is_prefill else (len(pending.pieces), pending.num_drafts > 0)
         self.step_time = None
         if kind is not None and (kind[1] or kind == self._last_kind):
             self.step_time = StepTime(*kind, seconds)
         self._last_kind = kind
-
-    def learn(self, step_time: StepTime | None) -> None:
-        """Record the time of a step, the same on all ranks."""
-        if step_time is not None:
-            self._payoff.learn(step_time)
-
-    def close(self) -> None:
-        """Free what the drafter holds."""
-        self.drafter.close()

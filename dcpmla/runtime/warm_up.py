@@ -1,15 +1,11 @@
 """The warm-up: requests of every kind, served before the first real one, so that no request waits for compilation."""
 
 import random
-from collections.abc import Sequence
 
 from tqdm import tqdm
 
-from dcpmla.runtime.drafts import Drafter, Drafts
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph_sizes import warm_up_sizes
-from dcpmla.runtime.in_flight import InFlightStep
-from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.speculation import Speculation
 
@@ -44,7 +40,7 @@ def warm_up(engine: Engine) -> None:
     longest = room - _GREEDY.max_new_tokens
     if longest < 1:
         return
-    engine.speculation = Speculation(_Always(engine.speculation.drafter))
+    engine.speculation = Speculation(engine.speculation.drafter, drafts_always=True)
     disable = None if engine.mesh.tp_rank == 0 else True
     for prompts, params in tqdm(_rounds(engine, longest), desc="warming up", unit="round", disable=disable):
         for prompt in prompts:
@@ -71,17 +67,3 @@ def _rounds(engine: Engine, longest: int) -> list[tuple[list[list[int]], Samplin
             for count in warm_up_sizes(min(engine.scheduler.max_num_seqs, max(1, budget // turn))) if turn else ():
                 rounds.append(([document + rng.choices(vocabulary, k=turn) for _ in range(count)], _PREFILL))
     return rounds
-
-
-class _Always(Drafter):
-    """Drafter that returns another one's drafts in every step."""
-
-    drafts_always = True
-
-    def __init__(self, drafter: Drafter) -> None:
-        super().__init__(drafter.num_speculative_tokens)
-        self._drafter, self.reads_tokens = drafter, drafter.reads_tokens
-
-    def draft(self, wanted: Sequence[tuple[Request, int]], previous: InFlightStep | None) -> Drafts:
-        """Return the other drafter's drafts."""
-        return self._drafter.draft(wanted, previous)

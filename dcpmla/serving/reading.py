@@ -22,7 +22,7 @@ class RequestText:
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
-        self._stream = TextStream.of(tokenizer, params, prompt_token_ids)
+        self._stream = TextStream(tokenizer, params, prompt_token_ids)
         self._has_stop, self._num_told = bool(params.stop), 0
 
     @property

@@ -1,7 +1,7 @@
 """Incremental text of a request's tokens, up to a stop string."""
 
 from collections.abc import Sequence
-from typing import Protocol, Self
+from typing import Protocol
 
 from dcpmla.text.token_bytes import Decoder, Tokenizer
 
@@ -31,11 +31,9 @@ class TextStream:
     counts. Work per token does not grow with the text or the prompt.
 
     Args:
-        stop: Strings that end the text; no string is empty.
+        params: Sampling parameters that the text depends on: stop strings, tokens that they may not end in, and whether
+            the text includes what ends it, and special tokens.
         prompt_token_ids: Tokens before the text. Only the last few matter.
-        min_tokens: Number of first tokens that stop strings may not end in.
-        includes_stop: Whether the text includes the stop string, or the stop token, that ends it.
-        skip_special_tokens: Whether the text is without special tokens.
     Attributes:
         num_tokens: Number of tokens so far, at most up to the last token of a stop string.
         stop_string: Stop string that ended the text, "" before.
@@ -45,34 +43,14 @@ class TextStream:
     are never taken back.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stop: Sequence[str] = (),
-        prompt_token_ids: Sequence[int] = (),
-        *,
-        min_tokens: int = 0,
-        includes_stop: bool = False,
-        skip_special_tokens: bool = True,
-    ) -> None:
-        self._decoder = Decoder(tokenizer, prompt_token_ids, skip_special_tokens)
-        self._stop, self._includes_stop, self._min_tokens = tuple(stop), includes_stop, min_tokens
-        self._longest_start = max(map(len, stop), default=1) - 1
+    def __init__(self, tokenizer: Tokenizer, params: _Params, prompt_token_ids: Sequence[int] = ()) -> None:
+        self._decoder = Decoder(tokenizer, prompt_token_ids, params.skip_special_tokens)
+        self._stop, self._min_tokens = tuple(params.stop), params.min_tokens
+        self._includes_stop = params.include_stop_str_in_output
+        self._longest_start = max(map(len, self._stop), default=1) - 1
         self._num_exempt = 0  # characters of the held text that no stop string may end in
         self._held = ""
         self.num_tokens, self.stop_string = 0, ""
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer, params: _Params, prompt_token_ids: Sequence[int]) -> Self:
-        """Return the text that sampling parameters ask for."""
-        return cls(
-            tokenizer,
-            params.stop,
-            prompt_token_ids,
-            min_tokens=params.min_tokens,
-            includes_stop=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens,
-        )
 
     @property
     def is_stopped(self) -> bool:
@@ -140,24 +118,3 @@ class TextStream:
         """Return the length of the longest end of the text that begins a stop string, and is not all of it."""
         lengths = range(min(len(text), self._longest_start), 0, -1)
         return next((num for num in lengths if any(stop[:-1].startswith(text[-num:]) for stop in self._stop)), 0)
-
-
-def text_of(
-    tokenizer: Tokenizer | None,
-    params: _Params,
-    prompt_token_ids: Sequence[int],
-    token_ids: Sequence[int],
-    *,
-    is_over: bool,
-    is_stop_token: bool,
-) -> str:
-    """Return the text of a request's tokens, "" without a tokenizer.
-
-    Args:
-        is_over: Whether no token follows, so that nothing is held back.
-        is_stop_token: Whether the last token ended the request by itself (`TextStream.end`).
-    """
-    if tokenizer is None:
-        return ""
-    stream = TextStream.of(tokenizer, params, prompt_token_ids)
-    return stream.end(token_ids, is_stop_token) if is_over else stream.push(token_ids)

@@ -5,12 +5,14 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+
+from torch import Tensor
 
 from dcpmla.transfer.messages import Ready
-from dcpmla.transfer.moves import SideStream
+from dcpmla.transfer.moves import Mark, SideStream
 from dcpmla.transfer.outcome import Outcome, Transfer
 from dcpmla.transfer.route import Part, PartList
+from dcpmla.transfer.transport import Read
 
 
 class Arrival(Outcome):
@@ -58,8 +60,6 @@ class Awaited(Transfer[Arrival]):
         num_moving: Number of its parts in slots of this rank.
     """
 
-    noun = "an arrival"
-
     def __init__(self, arrival: Arrival, sources: "dict[int, Source]") -> None:
         super().__init__(arrival, (arrival.engine, arrival.name))
         self.sources = sources
@@ -72,18 +72,25 @@ class Awaited(Transfer[Arrival]):
         return not is_moving and all(source.is_complete for source in self.sources.values())
 
 
-class Offered(NamedTuple):
-    """A part that waits in a slot of a prefill rank.
+@dataclass(eq=False)
+class Offered:
+    """A part in a slot of a prefill rank: first a read moves it to a slot of this rank, then a scatter into the cache.
 
     Attributes:
         name: Name of the rank's transport.
         ready: Message that offered it.
+        slot, read: Slot of this rank, and the read into it; -1 and None before it has started.
+        mark, tags: End of the scatter, and the slot's tags before it (`Staging.read_tags`); None before it has started.
     """
 
-    arrival: Arrival
+    awaited: Awaited
     name: str
     part: Part
     ready: Ready
+    slot: int = -1
+    read: Read | None = None
+    mark: Mark | None = None
+    tags: Tensor | None = None
 
 
 @dataclass(eq=False)

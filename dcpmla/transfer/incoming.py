@@ -2,15 +2,13 @@
 
 import time
 from collections.abc import Sequence
-from functools import partial
 
 from dcpmla.transfer.arrival import Arrival, Awaited, Offered, Source
 from dcpmla.transfer.layout import CacheLayout
-from dcpmla.transfer.messages import Close, Closed, Complete, Message, Open, Ready, Touch
+from dcpmla.transfer.messages import Close, Closed, Complete, Message, Open, Ready, Taken, Touch, encode
 from dcpmla.transfer.parts import RowMover
-from dcpmla.transfer.reading import Reader
 from dcpmla.transfer.side import Side
-from dcpmla.transfer.staging import MOST_SLOTS, TAGS_BYTES
+from dcpmla.transfer.staging import MOST_SLOTS, TAGS_BYTES, make_tag, tags_match
 from dcpmla.transfer.transport import Transport, rank_name
 
 SILENCE = 30.0  # seconds without a word of a prefill rank, after which it counts as lost
@@ -25,14 +23,14 @@ class Incoming(Side[Awaited]):
         silence: Seconds without a word of a prefill rank, after which an arrival from it fails.
     """
 
-    is_source, other, looks = False, "prefill server", 6
+    is_source, other, noun, looks = False, "prefill server", "an arrival", 6
 
     def __init__(
         self, transport: Transport, mover: RowMover, layout: CacheLayout, rank: int, silence: float = SILENCE
     ) -> None:
         super().__init__(transport, mover, layout, rank, silence)
         self._touched: dict[tuple[str, str], float] = {}  # times, for the engine's thread
-        self._reader = Reader(transport, self._staging, mover)
+        self._readings: list[Offered] = []  # in slots of this rank
         self._worker.start()
 
     def open(
@@ -91,12 +89,12 @@ class Incoming(Side[Awaited]):
         if awaited is None or source is None or source.is_complete:
             return  # the arrival has ended
         source.heard = time.monotonic()
-        self._try(awaited, partial(self._accept, awaited, source, message))
+        self._try(awaited, self._accept, awaited, source, message)
 
     def _accept(self, awaited: Awaited, source: Source, message: Message) -> bool:
         """Accept a message of an open arrival."""
         if isinstance(message, Ready):
-            awaited.offered.append(Offered(awaited.outcome, source.name, source.accept(message), message))
+            awaited.offered.append(Offered(awaited, source.name, source.accept(message), message))
         elif isinstance(message, Complete):
             source.finish()
         elif isinstance(message, Closed):
@@ -104,26 +102,75 @@ class Incoming(Side[Awaited]):
         return True
 
     def _move(self) -> bool:
-        for arrival, fault in self._reader.advance():
-            awaited = self._transfers.get((arrival.engine, arrival.name))
-            if awaited is not None and awaited.outcome is arrival:
-                awaited.num_moving -= 1
-                if fault:
-                    self._end(awaited, fault)
+        faults = [(offered, fault) for offered in self._readings if (fault := self._go_on(offered)) is not None]
+        for offered, fault in faults:
+            self._readings.remove(offered)
+            self._staging.free(offered.slot)
+            offered.awaited.num_moving -= 1
+            if fault and self._transfers.get(offered.awaited.key) is offered.awaited:
+                self._end(offered.awaited, fault)
         # Reads start while slots are free, one for each arrival in turn.
         waiting = [awaited for awaited in self._transfers.values() if awaited.offered]
         while waiting and self._staging.num_free:
-            waiting = [awaited for awaited in waiting if self._try(awaited, partial(self._start_read, awaited))]
-        return self._reader.is_busy
+            waiting = [awaited for awaited in waiting if self._try(awaited, self._start_read, awaited)]
+        return bool(self._readings)
 
     def _start_read(self, awaited: Awaited) -> bool:
-        """Start the next read of an arrival; return whether there may be another one."""
+        """Start the next read of an arrival; return whether there may be another one.
+
+        Raises:
+            ConnectionError: The rank is lost.
+            ValueError: It has no such slot.
+        """
         is_full = not awaited.offered or awaited.num_moving == MOST_SLOTS
-        if is_full or not self._reader.start(awaited.offered[0]):
+        slot = None if is_full else self._staging.take(awaited.outcome.engine)
+        if slot is None:
             return False
-        awaited.offered.popleft()
+        offered = awaited.offered[0]
+        ready, num_bytes = offered.ready, offered.part.num_bytes + TAGS_BYTES
+        taken = encode(Taken(ready.handoff, ready.slot, ready.number))
+        try:
+            offered.read = self._transport.read(offered.name, ready.slot, slot, num_bytes, taken)
+        except BaseException:
+            self._staging.free(slot)
+            raise
+        offered.slot = slot
+        self._readings.append(awaited.offered.popleft())
         awaited.num_moving += 1
         return True
+
+    def _go_on(self, offered: Offered) -> str | None:
+        """Go on with a part that is read or scattered; return None until it has ended, then its fault, or ""."""
+        try:
+            return self._advance_part(offered)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    def _advance_part(self, offered: Offered) -> str | None:
+        arrival, ready, read = offered.awaited.outcome, offered.ready, offered.read
+        assert read is not None
+        if offered.mark is None:
+            if not read.is_done:
+                return None
+            if read.has_failed:
+                return f"a read from {offered.name} failed"
+            if not arrival.is_wanted:
+                return ""
+            offered.mark = arrival.moves.run(lambda: self._scatter(offered), generation=0, after=arrival.opening)
+            if offered.mark is None:
+                return ""
+        if not offered.mark.is_done:
+            return None
+        assert offered.tags is not None
+        if not tags_match(offered.tags, make_tag(ready.handoff, ready.number)):
+            return f"slot {ready.slot} of {offered.name} was used again before it was read"
+        arrival.num_bytes += offered.part.num_bytes
+        return ""
+
+    def _scatter(self, offered: Offered) -> None:
+        arrival, part, slot = offered.awaited.outcome, offered.part, offered.slot
+        offered.tags = self._staging.read_tags(slot, part.num_bytes)
+        self._mover.scatter(part, arrival.blocks, arrival.state, self._staging.content(slot, part.num_bytes))
 
     def _look(self, now: float) -> None:
         for awaited in list(self._transfers.values()):

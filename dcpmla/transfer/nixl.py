@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dcpmla.transfer.transport import Slots, SlotTransport
+from dcpmla.transfer.transport import Slots, Transport
 
 
 def _load() -> Any:
@@ -66,7 +66,7 @@ class NixlRead:
         self._handle = None
 
 
-class NixlTransport(SlotTransport):
+class NixlTransport(Transport):
     """A transport over NIXL's UCX backend. It registers the staging memory alone.
 
     NIXL's own thread would poll without a pause, so `receive` and the reads do its work: they are called often.

@@ -4,7 +4,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from threading import Lock
-from typing import ClassVar, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from dcpmla.transfer.moves import Moves, SideStream
 
@@ -66,8 +66,6 @@ class Transfer(ABC, Generic[OutcomeT]):
         outcome: Its end, for the engine's thread.
         key: Key among the open transfers of a rank.
     """
-
-    noun: ClassVar[str]  # The log uses it.
 
     def __init__(self, outcome: OutcomeT, key: Hashable) -> None:
         self.outcome, self.key = outcome, key

@@ -3,7 +3,6 @@
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from functools import partial
 
 from dcpmla.transfer.handoff import Handoff, Target
 from dcpmla.transfer.layout import CacheLayout
@@ -27,7 +26,7 @@ class Outgoing(Side[Served]):
         lease: Seconds without a word of a decode rank, after which a handoff fails.
     """
 
-    is_source, other, looks = True, "decode server", 16
+    is_source, other, noun, looks = True, "decode server", "a handoff", 16
 
     def __init__(
         self, transport: Transport, mover: RowMover, layout: CacheLayout, rank: int, lease: float = LEASE
@@ -149,7 +148,7 @@ class Outgoing(Side[Served]):
         self, action: Callable[[Served, Target], bool], opened: Iterable[tuple[Served, Target]]
     ) -> list[tuple[Served, Target]]:
         """Run an action for ranks; return those for which it is true."""
-        return [each for each in opened if self._try(each[0], partial(action, *each))]
+        return [each for each in opened if self._try(each[0], action, *each)]
 
     def _announce(self, served: Served, target: Target) -> bool:
         """Offer the slots that are filled. After the last one was read, the part of the handoff is complete."""

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcpmla.transfer.transport import Slots, SlotTransport
+from dcpmla.transfer.transport import Slots, Transport
 
 _MESSAGE, _REQUEST = b"m", b"r"
 
@@ -58,7 +58,7 @@ class PointToPointRead:
         return self._is_done
 
 
-class PointToPointTransport(SlotTransport):
+class PointToPointTransport(Transport):
     """A transport between ranks of one world. Slots move by sends and receives, messages through the world's store.
 
     The slot of a read from a rank that is lost stays in use; such a world ends.
@@ -81,8 +81,6 @@ class PointToPointTransport(SlotTransport):
     def _add(self, name: str, remote: Slots) -> None:
         if not 0 <= remote.address < dist.get_world_size():
             raise ValueError(f"it is of rank {remote.address} of the world")
-
-    def _remove(self, name: str) -> None: ...
 
     def send(self, name: str, message: bytes) -> None:
         self._post(name, _MESSAGE + message)

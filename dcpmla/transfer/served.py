@@ -22,8 +22,6 @@ class Served(Transfer[Handoff]):
         heard: Times of the latest messages of ranks.
     """
 
-    noun = "a handoff"
-
     def __init__(self, handoff: Handoff, ranks: Iterable[int]) -> None:
         super().__init__(handoff, handoff.name)
         self.ranks = set(ranks)

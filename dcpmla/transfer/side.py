@@ -40,6 +40,7 @@ class Side(ABC, Generic[TransferT]):
 
     is_source: ClassVar[bool]  # whether rows leave this rank
     other: ClassVar[str]  # the other job
+    noun: ClassVar[str]  # a transfer, in the log
     looks: ClassVar[int]  # number of looks for silent ranks in the time of the patience
 
     def __init__(self, transport: Transport, mover: RowMover, layout: CacheLayout, rank: int, patience: float) -> None:
@@ -48,9 +49,7 @@ class Side(ABC, Generic[TransferT]):
         device = transport.memory.device
         self._staging, self._stream = Staging(transport.memory), SideStream(device)
         self._calls: deque[Callable[[], None]] = deque()
-        self._routes: dict[
-            str, dict[int, Route]
-        ] = {}  # keys: the engine, and each of its ranks that this one talks with
+        self._routes: dict[str, dict[int, Route]] = {}  # by engine, and by its ranks that this one talks with
         self._transfers: dict[Hashable, TransferT] = {}
         self._closing: list[tuple[Outcome, str]] = []  # Each ends, for its reason, with its last gather or scatter.
         self._logged: set[str] = set()
@@ -141,15 +140,15 @@ class Side(ABC, Generic[TransferT]):
         for transfer in list(self._transfers.values()):
             self._end(transfer, reason)
 
-    def _try(self, transfer: TransferT, action: Callable[[], bool]) -> bool:
+    def _try(self, transfer: TransferT, action: Callable[..., bool], *arguments: Any) -> bool:
         """Run an action of an open transfer, and return its result. Any error ends that transfer alone."""
         if self._transfers.get(transfer.key) is not transfer:
             return False
         try:
-            return action()
+            return action(*arguments)
         except Exception as error:
             if not isinstance(error, ConnectionError):
-                self._log(f"{transfer.noun} fails", error)
+                self._log(f"{self.noun} fails", error)
             self._end(transfer, f"{type(error).__name__}: {error}")
             return False
 

@@ -1,5 +1,5 @@
-"""The interface of transports between ranks of two jobs (`Transport`), what those between processes share
-(`SlotTransport`), and the description of a job (`Peer`).
+"""The interface of transports between ranks of two jobs with what they share (`Transport`), and a job's description
+(`Peer`).
 """
 
 import json
@@ -22,58 +22,6 @@ class Read(Protocol):
     @property
     def has_failed(self) -> bool:
         """Return whether it has ended without its content."""
-
-
-class Transport(Protocol):
-    """The connections of one rank to ranks of other jobs. No call waits for another rank.
-
-    All calls but `metadata` come from one thread, of `Outgoing` or `Incoming`.
-
-    Attributes:
-        memory: Staging memory [num_slots, slot_bytes] uint8. Other ranks reach no other memory of this one.
-    """
-
-    @property
-    def memory(self) -> Tensor: ...
-
-    def metadata(self) -> bytes:
-        """Return what ranks of another job need to connect, for a channel that authenticates them."""
-
-    def connect(self, name: str, metadata: bytes) -> None:
-        """Connect to a rank.
-
-        Args:
-            name: Name of the rank (`rank_name`).
-            metadata: The rank's own metadata.
-        Raises:
-            ValueError: The metadata is damaged, or another rank's.
-        """
-
-    def disconnect(self, name: str) -> None:
-        """Forget a rank; its reads under way fail. Nothing happens if it is not known."""
-
-    def send(self, name: str, message: bytes) -> None:
-        """Send a message. Messages of a rank arrive in order.
-
-        Raises:
-            ConnectionError: The rank is not connected, or lost.
-        """
-
-    def receive(self) -> list[tuple[str, bytes]]:
-        """Return new messages with the names of their senders. A sender may be unknown."""
-
-    def read(self, name: str, there: int, here: int, num_bytes: int, message: bytes) -> Read:
-        """Start to read the first bytes of a rank's slot `there` into slot `here` of this one.
-
-        Args:
-            message: Message that the rank receives when the read has succeeded.
-        Raises:
-            ConnectionError: The rank is not connected, or lost.
-            ValueError: There is no such slot, or it is smaller.
-        """
-
-    def close(self) -> None:
-        """End all connections."""
 
 
 class Peer(NamedTuple):
@@ -125,12 +73,15 @@ class Slots(NamedTuple):
     device: int = 0
 
 
-class SlotTransport(ABC):
-    """The ranks that a transport is connected to, and their metadata: a name and the staging memory, in JSON.
+class Transport(ABC):
+    """The connections of one rank to ranks of other jobs. No call waits for another rank.
+
+    A rank's metadata are its name and its staging memory, in JSON. All calls but `metadata` come from one thread, of
+    `Outgoing` or `Incoming`.
 
     Args:
         name: Name of this rank (`rank_name`).
-        memory: Staging memory [num_slots, slot_bytes] uint8.
+        memory: Staging memory [num_slots, slot_bytes] uint8. Other ranks reach no other memory of this one.
         own: The staging memory as other ranks see it.
     """
 
@@ -140,9 +91,18 @@ class SlotTransport(ABC):
         self._remotes: dict[str, Slots] = {}
 
     def metadata(self) -> bytes:
+        """Return what ranks of another job need to connect, for a channel that authenticates them."""
         return self._metadata
 
     def connect(self, name: str, metadata: bytes) -> None:
+        """Connect to a rank.
+
+        Args:
+            name: Name of the rank (`rank_name`).
+            metadata: The rank's own metadata.
+        Raises:
+            ValueError: The metadata is damaged, or another rank's.
+        """
         if name in self._remotes:
             raise ValueError(f"{name} is connected already")
         try:
@@ -158,10 +118,35 @@ class SlotTransport(ABC):
         self._remotes[name] = remote
 
     def disconnect(self, name: str) -> None:
+        """Forget a rank; its reads under way fail. Nothing happens if it is not known."""
         if self._remotes.pop(name, None) is not None:
             self._remove(name)
 
+    @abstractmethod
+    def send(self, name: str, message: bytes) -> None:
+        """Send a message. Messages of a rank arrive in order.
+
+        Raises:
+            ConnectionError: The rank is not connected, or lost.
+        """
+
+    @abstractmethod
+    def receive(self) -> list[tuple[str, bytes]]:
+        """Return new messages with the names of their senders. A sender may be unknown."""
+
+    @abstractmethod
+    def read(self, name: str, there: int, here: int, num_bytes: int, message: bytes) -> Read:
+        """Start to read the first bytes of a rank's slot `there` into slot `here` of this one.
+
+        Args:
+            message: Message that the rank receives when the read has succeeded.
+        Raises:
+            ConnectionError: The rank is not connected, or lost.
+            ValueError: There is no such slot, or it is smaller.
+        """
+
     def close(self) -> None:
+        """End all connections."""
         for name in list(self._remotes):
             self.disconnect(name)
 
@@ -169,8 +154,7 @@ class SlotTransport(ABC):
     def _add(self, name: str, remote: Slots) -> None:
         """Connect to a rank; ValueError if its memory makes no sense here."""
 
-    @abstractmethod
-    def _remove(self, name: str) -> None:
+    def _remove(self, name: str) -> None:  # noqa: B027 -- some hold nothing of a rank
         """Forget a rank."""
 
     def _remote(self, name: str) -> Slots:

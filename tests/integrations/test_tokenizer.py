@@ -14,8 +14,8 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from dcpmla.integrations.tokenizer import load_tokenizer
-from dcpmla.text.stream import TextStream
 from tests.support.launchers import ROOT
+from tests.support.small_tokenizers import new_stream
 
 PATTERN = "|".join(  # the published pattern, in full
     [
@@ -152,7 +152,7 @@ def test_text_of_any_tokens(tokenizer: Any, token_ids: list[int]) -> None:
 @given(text=texts())
 def test_streamed_text_is_the_whole_text(tokenizer: Any, text: str) -> None:
     token_ids = tokenizer.encode(text)
-    stream = TextStream(tokenizer)
+    stream = new_stream(tokenizer)
     pieces = [stream.push([token]) for token in token_ids]
     assert "".join([*pieces, stream.end((), False)]) == tokenizer.decode(token_ids, skip_special_tokens=True)
 

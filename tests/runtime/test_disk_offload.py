@@ -96,7 +96,7 @@ def check_empty(engine: Engine) -> None:
     for table in (tier.blocks, tier.states, tier.disk.blocks, tier.disk.states):
         assert sorted([*table._slots.values(), *table._free]) == list(range(table.num_slots))
         assert not table._holders
-    assert not any([reads.queue, reads._readings, reads._awaited, reads._coming, reads._num_kept])
+    assert not any([reads.queue, reads._readings, reads._awaited, reads._coming])
 
 
 def serve(engine: Engine, load: Load) -> list[Request]:

@@ -222,7 +222,7 @@ def test_times_of_steps_without_drafts_follow_others_of_their_size() -> None:
         (2, 6, 0),
     ]:
         step: Any = SimpleNamespace(pieces=[None] * num_reqs, num_drafts=num_drafts, is_prefill=bool(is_prefill))
-        speculation.end(step, 1.0)
+        speculation.end(step, 1.0, None)
         times.append(speculation.step_time)
     assert times == [None, (2, False, 1.0), None, None, None, (3, True, 1.0), (2, True, 1.0)]
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from dcpmla.runtime.masks import NO_TOKEN, HostDrafts, Masked, _masked
+from dcpmla.runtime.host_copy import HostCopy
+from dcpmla.runtime.masks import NO_TOKEN, Masked, _masked
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -20,7 +21,7 @@ def test_masks_are_applied_to_their_rows_alone(device: str) -> None:
     before = logits.clone()
     assert torch.equal(_masked(logits, rows, bits).cpu(), expected)
     assert torch.equal(logits, before)
-    drafts = HostDrafts(torch.arange(5, device=device))
+    drafts = HostCopy(torch.arange(5, device=device))
     assert drafts.wait() == [0, 1, 2, 3, 4]
     rejected = Masked(logits, [1, 3]).reject(torch.arange(4, device=device))
     assert rejected.tolist() == [0, NO_TOKEN, 2, NO_TOKEN]

@@ -9,7 +9,7 @@ from dcpmla.cache.tier import HostTier
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.costs import TOKEN_COSTS, PieceCosts
 from dcpmla.runtime.engine import Engine
-from dcpmla.runtime.runner import Model
+from dcpmla.runtime.model import Model
 from dcpmla.runtime.scheduler import Scheduler
 
 

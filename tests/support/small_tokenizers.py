@@ -1,11 +1,14 @@
 """Small tokenizers of each family."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from dcpmla.text.stream import TextStream
 
 SENTENCES = [
     "the quick brown fox jumps over the lazy dog, don't it ?",
@@ -16,6 +19,21 @@ SENTENCES = [
 ]
 SPECIAL = ["<pad>", "<eos>", "<tool>"]
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())  # in an order that does not change from run to run
+
+
+def new_stream(
+    tokenizer: Any,
+    stop: Sequence[str] = (),
+    prompt_token_ids: Sequence[int] = (),
+    *,
+    min_tokens: int = 0,
+    includes_stop: bool = False,
+) -> TextStream:
+    """Return a text under some sampling parameters."""
+    params = SimpleNamespace(
+        stop=stop, min_tokens=min_tokens, include_stop_str_in_output=includes_stop, skip_special_tokens=True
+    )
+    return TextStream(tokenizer, params, prompt_token_ids)
 
 
 def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:

@@ -6,8 +6,7 @@ import pytest
 from tokenizers import decoders
 
 from dcpmla.integrations.tokenizer import load_tokenizer
-from dcpmla.text.stream import TextStream
-from tests.support.small_tokenizers import SENTENCES, byte_fallback, metaspace, word_piece
+from tests.support.small_tokenizers import SENTENCES, byte_fallback, metaspace, new_stream, word_piece
 
 SPACES = decoders.Replace("▁", " ")
 DECODERS: dict[str, tuple[Any, Any]] = {
@@ -26,7 +25,7 @@ def test_texts_are_what_the_decoder_makes(name: str) -> None:
     for text in [*SENTENCES, "  a", " ", "the"]:
         token_ids = tokenizer.encode(text, add_special_tokens=False)
         for start in range(min(len(token_ids), 4)):
-            stream = TextStream(tokenizer)
+            stream = new_stream(tokenizer)
             pieces = [stream.push([token]) for token in token_ids[start:]]
             whole = tokenizer.decode(token_ids[start:], skip_special_tokens=True)
             if "\ufffd" not in whole:

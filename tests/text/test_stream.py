@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla.text.stream import TextStream
-from tests.support.small_tokenizers import FAMILIES, SENTENCES, SPECIAL, byte_letter, tokenizer_of
+from tests.support.small_tokenizers import FAMILIES, SENTENCES, SPECIAL, byte_letter, new_stream, tokenizer_of
 
 
 def whole(family: str, token_ids: Sequence[int]) -> str:
@@ -62,7 +62,7 @@ def test_pieces_are_the_whole_text(family: str) -> None:
     @settings(deadline=None, max_examples=50)
     @given(token_ids_of(family))
     def check(token_ids: list[int]) -> None:
-        assert "".join(streamed(TextStream(tokenizer_of(family)), token_ids)) == whole(family, token_ids)
+        assert "".join(streamed(new_stream(tokenizer_of(family)), token_ids)) == whole(family, token_ids)
 
     check()
 
@@ -77,7 +77,7 @@ def test_pieces_end_before_a_stop_string(family: str) -> None:
         stop = data.draw(
             st.lists((places | st.text("the ab世\ufffd", max_size=3)).filter(bool), min_size=1, max_size=3)
         )
-        stream = TextStream(tokenizer_of(family), stop)
+        stream = new_stream(tokenizer_of(family), stop)
         assert ("".join(streamed(stream, token_ids)), stream.is_stopped) == cut_at_stop(text, stop)
 
     check()
@@ -90,7 +90,7 @@ def test_certain_text_comes_at_once(family: str) -> None:
     @settings(deadline=None, max_examples=25)
     @given(token_ids_of(family))
     def check(token_ids: list[int]) -> None:
-        stream = TextStream(tokenizer_of(family))
+        stream = new_stream(tokenizer_of(family))
         text = ""
         for num_tokens, token in enumerate(token_ids, 1):
             text += stream.push([token])
@@ -105,14 +105,14 @@ def test_certain_text_comes_at_once(family: str) -> None:
 def test_text_after_broken_bytes_is_right_again(broken: list[int]) -> None:
     """With byte fallback, what comes out of the bytes themselves depends on where they were cut."""
     tail = tokenizer_of("byte_fallback").encode(" the lazy dog", add_special_tokens=False)
-    pieces = streamed(TextStream(tokenizer_of("byte_fallback")), broken + tail)
+    pieces = streamed(new_stream(tokenizer_of("byte_fallback")), broken + tail)
     assert "".join(pieces).endswith("the lazy dog")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_several_tokens_at_once(family: str) -> None:
     token_ids = [token for text in SENTENCES for token in tokenizer_of(family).encode(text)]
-    stream, one_by_one = TextStream(tokenizer_of(family)), TextStream(tokenizer_of(family))
+    stream, one_by_one = new_stream(tokenizer_of(family)), new_stream(tokenizer_of(family))
     assert stream.push(token_ids) == "".join([one_by_one.push([token]) for token in token_ids])
     assert stream.push([]) == ""
 
@@ -120,25 +120,25 @@ def test_several_tokens_at_once(family: str) -> None:
 def test_stop_strings_do_not_depend_on_how_the_tokens_come() -> None:
     token_ids = tokenizer_of("straddling").encode("abcde")
     for stop, expected in ((["bcd", "c"], "ab"), (["d", "bcd"], "a"), (["e", "cd"], "ab"), (["xa", "f"], "abcde")):
-        stream = TextStream(tokenizer_of("straddling"), stop)
+        stream = new_stream(tokenizer_of("straddling"), stop)
         assert (
             stream.push(token_ids)
-            == "".join(streamed(TextStream(tokenizer_of("straddling"), stop), token_ids))
+            == "".join(streamed(new_stream(tokenizer_of("straddling"), stop), token_ids))
             == expected
         )
 
 
 def test_a_character_comes_whole() -> None:
     token_ids = tokenizer_of("straddling").encode("ä🦊!")
-    assert streamed(TextStream(tokenizer_of("straddling")), token_ids) == ["", "ä", "", "", "", "🦊", "!", ""]
-    assert streamed(TextStream(tokenizer_of("straddling")), token_ids[:4]) == ["", "ä", "", "", "\ufffd"]
+    assert streamed(new_stream(tokenizer_of("straddling")), token_ids) == ["", "ä", "", "", "", "🦊", "!", ""]
+    assert streamed(new_stream(tokenizer_of("straddling")), token_ids[:4]) == ["", "ä", "", "", "\ufffd"]
     token_ids = tokenizer_of("byte_fallback").encode("世世")
-    assert streamed(TextStream(tokenizer_of("byte_fallback")), token_ids) == ["", "", "", "世", "", "", "世", ""]
+    assert streamed(new_stream(tokenizer_of("byte_fallback")), token_ids) == ["", "", "", "世", "", "", "世", ""]
 
 
 def test_what_may_become_a_stop_string_is_held_back() -> None:
     def pieces(text: str, *stop: str) -> list[str]:
-        stream = TextStream(tokenizer_of("straddling"), stop)
+        stream = new_stream(tokenizer_of("straddling"), stop)
         return [*streamed(stream, tokenizer_of("straddling").encode(text)), "stopped" if stream.is_stopped else "ended"]
 
     assert pieces("abac", "abad") == ["", "", "", "abac", "", "ended"]
@@ -151,13 +151,13 @@ def test_what_may_become_a_stop_string_is_held_back() -> None:
 
 
 def test_nothing_comes_after_the_end() -> None:
-    stream = TextStream(tokenizer_of("straddling"), ["b"])
+    stream = new_stream(tokenizer_of("straddling"), ["b"])
     token_ids = tokenizer_of("straddling").encode("abc")
     assert stream.push(token_ids) == "a"
     assert (stream.push(token_ids), stream.end((), False), stream.num_tokens, stream.is_stopped) == ("", "", 2, True)
-    stream = TextStream(tokenizer_of("straddling"), ["b"], includes_stop=True)
+    stream = new_stream(tokenizer_of("straddling"), ["b"], includes_stop=True)
     assert [stream.push(token_ids), stream.push(token_ids), stream.end((), False)] == ["ab", "", ""]
-    stream = TextStream(tokenizer_of("straddling"), ["bc"])
+    stream = new_stream(tokenizer_of("straddling"), ["bc"])
     assert [stream.push(token_ids[:2]), stream.end((), False), stream.end((), False)] == ["a", "b", ""]
 
 
@@ -166,7 +166,7 @@ def test_a_stop_token_has_no_text(includes_stop: bool) -> None:
     """Unless the text includes what ends it; a stop string before it counts."""
     token_ids = tokenizer_of("straddling").encode("abc")
     for stop, expected in (((), "abc" if includes_stop else "ab"), (("b",), "ab" if includes_stop else "a")):
-        stream, offsets = TextStream(tokenizer_of("straddling"), stop, includes_stop=includes_stop), list[int]()
+        stream, offsets = new_stream(tokenizer_of("straddling"), stop, includes_stop=includes_stop), list[int]()
         assert stream.end(token_ids, True, offsets) == expected
         assert offsets == [0, 1, 2][: stream.num_tokens]
         assert stream.num_tokens == 3 - bool(stop)
@@ -176,7 +176,7 @@ def test_the_tokens_of_a_stop_string_are_counted() -> None:
     """However they come, up to the one that completes it."""
     token_ids = tokenizer_of("straddling").encode("abcdef")
     for parts in ([6], [3, 3], [1] * 6, [4, 2]):
-        stream, offsets, start = TextStream(tokenizer_of("straddling"), ["bcd"]), list[int](), 0
+        stream, offsets, start = new_stream(tokenizer_of("straddling"), ["bcd"]), list[int](), 0
         for num in parts:
             stream.push(token_ids[start : start + num], offsets)
             start += num
@@ -199,14 +199,14 @@ class Undecoded:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_token_is_decoded_again(family: str) -> None:
     token_ids = [token for text in SENTENCES for token in tokenizer_of(family).encode(text)]
-    pieces = streamed(TextStream(Undecoded(family), ("?!",), token_ids[:9]), token_ids)
-    assert "".join(pieces) == "".join(streamed(TextStream(tokenizer_of(family), ("?!",), token_ids[:9]), token_ids))
+    pieces = streamed(new_stream(Undecoded(family), ("?!",), token_ids[:9]), token_ids)
+    assert "".join(pieces) == "".join(streamed(new_stream(tokenizer_of(family), ("?!",), token_ids[:9]), token_ids))
 
 
 @pytest.mark.parametrize("broken", [b"\xe4", b"\x80"])
 def test_broken_bytes_become_text(broken: bytes) -> None:
     """A model may be stuck in bytes that never become a character; their text comes meanwhile."""
-    stream = TextStream(tokenizer_of("byte_level"))
+    stream = new_stream(tokenizer_of("byte_level"))
     (token,) = tokenizer_of("byte_level").convert_tokens_to_ids([byte_letter(broken[0])])
     text = "".join(stream.push([token]) for _ in range(500))
     assert len(text) >= 499

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcpmla.text.stream import TextStream
 from tests.support.small_tokenizers import FAMILIES as ALL_FAMILIES
-from tests.support.small_tokenizers import SPECIAL, byte_letter, tokenizer_of
+from tests.support.small_tokenizers import SPECIAL, byte_letter, new_stream, tokenizer_of
 from tests.text.test_stream import cut_at_stop, streamed, texts, token_ids_of, whole
 
 FAMILIES = [family for family in ALL_FAMILIES if family != "word_level"]
@@ -21,12 +20,12 @@ def ids_of_bytes(content: bytes) -> list[int]:
 
 
 def answer(family: str, prompt: Sequence[int], new: Sequence[int]) -> str:
-    return "".join(streamed(TextStream(tokenizer_of(family), prompt_token_ids=prompt), new))
+    return "".join(streamed(new_stream(tokenizer_of(family), prompt_token_ids=prompt), new))
 
 
 def offsets_of(family: str, prompt: Sequence[int], new: Sequence[int]) -> list[int]:
     offsets: list[int] = []
-    TextStream(tokenizer_of(family), prompt_token_ids=prompt).push(new, offsets)
+    new_stream(tokenizer_of(family), prompt_token_ids=prompt).push(new, offsets)
     return offsets
 
 
@@ -93,9 +92,9 @@ def test_a_space_after_the_prompt_is_kept() -> None:
     assert answer("metaspace", prompt, new) == " brown fox"
     assert answer("metaspace", [*prompt, *special * 30], new) == " brown fox"
     assert answer("metaspace", special, new) == "brown fox"
-    stream = TextStream(tokenizer, (" fox",), prompt)
+    stream = new_stream(tokenizer, (" fox",), prompt)
     assert ("".join(streamed(stream, new)), stream.is_stopped) == (" brown", True)
-    stream = TextStream(tokenizer, (" b",), prompt)
+    stream = new_stream(tokenizer, (" b",), prompt)
     assert ("".join(streamed(stream, new)), stream.is_stopped) == ("", True)
 
 
@@ -111,7 +110,7 @@ def test_stop_strings_are_in_new_text_only(family: str) -> None:
     def check(new: list[int], stop: str) -> None:
         prompt = tokenizer_of(family).encode("the lazy dog", add_special_tokens=False)
         text = answer(family, prompt, new)
-        stream = TextStream(tokenizer_of(family), [stop], prompt)
+        stream = new_stream(tokenizer_of(family), [stop], prompt)
         assert ("".join(streamed(stream, new)), stream.is_stopped) == cut_at_stop(text, [stop])
 
     check()

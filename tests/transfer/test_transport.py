@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from dcpmla.transfer.transport import Slots, SlotTransport
+from dcpmla.transfer.transport import Read, Slots, Transport
 
 
-class Transport(SlotTransport):
+class Noting(Transport):
     """A transport that notes its connections."""
 
     def __init__(self, name: str) -> None:
@@ -21,9 +21,18 @@ class Transport(SlotTransport):
     def _remove(self, name: str) -> None:
         self.added.remove(name)
 
+    def send(self, name: str, message: bytes) -> None:
+        raise NotImplementedError
+
+    def receive(self) -> list[tuple[str, bytes]]:
+        return []
+
+    def read(self, name: str, there: int, here: int, num_bytes: int, message: bytes) -> Read:
+        raise NotImplementedError
+
 
 def test_ranks_are_connected_once_with_their_own_metadata() -> None:
-    one, other = Transport("a/0"), Transport("b/0")
+    one, other = Noting("a/0"), Noting("b/0")
     good = other.metadata()
     wrong = [b"", b"{}", b"[]", good[:-2], good.replace(b"b/0", b"c/0"), good.replace(b"DRAM", b"FILE")]
     for metadata in [*wrong, good.replace(b"64", b"true"), good.replace(b"64", b'"64"')]:
@@ -41,10 +50,10 @@ def test_ranks_are_connected_once_with_their_own_metadata() -> None:
 
 
 def test_reads_name_slots_that_both_ends_have() -> None:
-    one = Transport("a/0")
+    one = Noting("a/0")
     with pytest.raises(ConnectionError, match="b/0 is not connected"):
         one._source_of("b/0", 0, 0, 64)
-    one.connect("b/0", Transport("b/0").metadata())
+    one.connect("b/0", Noting("b/0").metadata())
     assert one._source_of("b/0", 1, 0, 64) == one._own
     for there, here, num_bytes in ((2, 0, 64), (0, 2, 64), (0, 0, 65), (0, 0, 0), (-1, 0, 64)):
         with pytest.raises(ValueError, match="a read of"):
