@@ -48,13 +48,11 @@ class CompressedStack(Stack):
         # A block covers as many tokens as in the model, where the least ratio is another one.
         dcp = replace(dcp, block_size=dcp.block_size * config.row_tokens // alike.row_tokens)
         reads = CompressedSpec(alike, kind, 0).reads(context)
-        super().__init__(sizes, dcp, reads)
+        super().__init__(sizes, dcp, reads, partial(CompressedAttention, alike, kind))
         self.config, self.kind = alike, kind
         device, dtype = self.device, self.dtype
         if not kind.ratio:  # each rank has all windows
             self.parts = tuple(part for part in self.parts if part not in ("gather", "combine"))
-        self.layers = [CompressedAttention(alike, kind, self.placement) for _ in range(num_layers)]
-        self.draw_weights()
         one = plan_compressed(alike, dcp, [context] * batch, dtype)
         # Selections take different rows of the same blocks, so that many need no more memory than few.
         row_bytes = one.rows_shape(kind.ratio)[-1] * one.dtype.itemsize
@@ -78,20 +76,16 @@ class CompressedStack(Stack):
             for index in range(num_steps)
         ]
         self.metadata = [with_angles(steps.build(each, workspace=workspace), self._draw_angles) for each in requests]
-        self._draw_inputs(mesh.dcp_size, batch)
+        self.draw_inputs(sizes, alike.hidden_size, self.layers[0].num_heads, alike.head_dim, alike.head_dim)
+        self._draw_indexer(batch)
 
     def _draw_angles(self, positions: Tensor, _: bool) -> Tensor:
         return torch.randn(len(positions), self.config.rope_dim, device=self.device)
 
-    def _draw_inputs(self, dcp_size: int, batch: int) -> None:
-        config, layer = self.config, self.layers[0]
-        heads, group_heads = layer.num_heads, layer.num_heads * dcp_size
-        self.hidden = self.randn(len(self.metadata), batch, config.hidden_size)
-        self.q, self.rows = (self.randn(batch, heads, config.head_dim) for _ in range(2))
-        self.group_q, self.group_rows = (self.randn(batch, group_heads, config.head_dim) for _ in range(2))
-        self.lse, self.group_lse = (torch.randn(batch, number, device=self.device) for number in (heads, group_heads))
+    def _draw_indexer(self, batch: int) -> None:
+        config, widths = self.config, self.layers[0].down_widths
         self.q_c = self.randn(len(self.metadata), batch, config.q_lora_rank)
-        self.down = self.randn(batch, sum(layer.down_widths)).split(layer.down_widths, -1)
+        self.down = self.randn(batch, sum(widths)).split(widths, -1)
         compressed = self._compressed(self.metadata[0])
         if selects(compressed, self.kind):
             num_columns = compressed.block_table.shape[1] * compressed.plan.entries_per_block(self.kind.ratio)

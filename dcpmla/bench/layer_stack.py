@@ -15,14 +15,11 @@ from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.bench.cache_formats import KV_SCALE, fill_randomly
 from dcpmla.bench.stack import MOST_STEPS, Stack, StackSizes
-from dcpmla.bench.stack import PARTS as ALL_PARTS
 from dcpmla.bench.timing import num_rotated
 from dcpmla.cache.formats import to_fp8
 from dcpmla.cache.latent import LatentCache, num_blocks
 from dcpmla.config import MLAConfig
 from dcpmla.parallel.quantized import unpack
-
-PARTS = tuple(part for part in ALL_PARTS if part != "selection")
 
 
 class LayerStack(Stack):
@@ -41,11 +38,9 @@ class LayerStack(Stack):
         mesh, num_layers, batch, context = sizes.mesh, sizes.num_layers, sizes.batch, sizes.context
         kv_scale = KV_SCALE if options.get("kv_cache_dtype") == "fp8" else None
         dcp = sizes.dcp_config(**{"kv_cache_scale": kv_scale, **options})
-        super().__init__(sizes, dcp, LatentSpec(config).reads(context))
+        super().__init__(sizes, dcp, LatentSpec(config).reads(context), partial(MLAAttention, config))
         self.config = config
         self.projects_first = dcp.dcp_project_before_merge and batch >= PROJECT_FIRST_TOKENS
-        self.layers = [MLAAttention(config, self.placement) for _ in range(num_layers)]
-        self.draw_weights()
         plan, device = partial(LatentCache.plan, config, dcp, num_layers, dtype=self.dtype), self.device
         num_steps = num_rotated(plan([context] * batch).bytes_per_rank, device, MOST_STEPS)
         self.cache: LatentCache = LatentCache(plan([context] * batch * num_steps), device)
@@ -57,20 +52,15 @@ class LayerStack(Stack):
             steps.build(StepRequests([1] * batch, [context] * batch, table), workspace=workspace)
             for table in ids.tolist()
         ]
-        heads, group_heads = config.num_heads // mesh.tp_size, config.num_heads // mesh.tp_size * mesh.dcp_size
-        self.hidden = self.randn(num_steps, batch, config.hidden_size)
-        q, group_q = (self.randn(batch, num_heads, config.latent_dim) for num_heads in (heads, group_heads))
-        q_scale = self.layers[0].q_scale
-        self.q, self.group_q = (q, group_q) if q_scale is None else (to_fp8(q, q_scale), to_fp8(group_q, q_scale))
-        self.group_out = self.randn(batch, group_heads, config.kv_lora_rank)
         row_dim = config.v_head_dim if self.projects_first else config.kv_lora_rank
-        self.group_rows = self.randn(batch, group_heads, row_dim)
-        self.group_lse = torch.randn(batch, group_heads, device=device)
-        self.rows = self.randn(batch, heads, row_dim)
+        heads = config.num_heads // mesh.tp_size
+        self.draw_inputs(sizes, config.hidden_size, heads, config.latent_dim, row_dim)
+        if (q_scale := self.layers[0].q_scale) is not None:
+            self.q, self.group_q = to_fp8(self.q, q_scale), to_fp8(self.group_q, q_scale)
+        self.group_out = self.randn(batch, heads * mesh.dcp_size, config.kv_lora_rank)
         cos_sin = torch.randn(batch, config.qk_rope_head_dim, device=device)
-        factor = query_factor(
-            self.metadata[0].tokens.positions, config.llama_4_scaling, self.dtype
-        )  # the same in all steps
+        positions = self.metadata[0].tokens.positions  # the same in all steps
+        factor = query_factor(positions, config.llama_4_scaling, self.dtype)
         self.metadata = [step.with_cos_sin(cos_sin, factor) for step in self.metadata]
 
     def attend(self, index: int = 0) -> None:

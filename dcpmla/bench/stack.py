@@ -1,11 +1,11 @@
 """A stack of attention layers with random weights: a decode step without MLPs, timed as a whole and part by part."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dcpmla.attention.costs import LayerReads
 from dcpmla.attention.placement import Placement
@@ -69,6 +69,7 @@ class Stack:
         sizes: Number of layers and their load.
         dcp: Layout and formats of the caches, exchange of decode.
         reads: Rows and keys that a request's token reads in each layer.
+        make: Function that makes a layer; its weights are then drawn at random.
     Attributes:
         parts: Parts of a step, from PARTS: no exchange where the cache is not sharded, no gather where queries are
             replicated, no selection in layers that do not select.
@@ -76,18 +77,16 @@ class Stack:
         cache: Caches of all layers.
         metadata: Metadata of each step; steps take other rows.
         hidden: Inputs of the steps [num_steps, batch, hidden].
-        q, group_rows, group_lse: Tensors that the exchange moves: this rank's queries, the group's partial outputs.
+        q, rows, lse: Queries, merged rows and their LSE, of this rank's heads.
+        group_q, group_rows, group_lse: The same of the group's heads, before the merge.
     """
 
-    layers: Sequence[Any]
     cache: Cache
     metadata: list[StepMetadata]
-    hidden: Tensor
-    q: Tensor
-    group_rows: Tensor
-    group_lse: Tensor
 
-    def __init__(self, sizes: StackSizes, dcp: DCPConfig, reads: LayerReads) -> None:
+    def __init__(
+        self, sizes: StackSizes, dcp: DCPConfig, reads: LayerReads, make: Callable[[Placement], nn.Module]
+    ) -> None:
         mesh = sizes.mesh
         self.dcp, self.reads, self.device, self.dtype = dcp, reads, sizes.device, sizes.dtype
         missing = ("gather", "combine") if mesh.dcp_size == 1 else ("gather",) if dcp.dcp_q_replicate else ()
@@ -95,13 +94,19 @@ class Stack:
             missing = (*missing, "selection")
         self.parts = tuple(part for part in PARTS if part not in missing)
         self.exchange = select_exchange(dcp, mesh.dcp_group, self.device).exchange
-        self.placement = Placement(dcp, mesh, self.exchange, self.dtype, self.device)
-
-    def draw_weights(self) -> None:
-        """Draw the parameters of the layers at random."""
+        placement = Placement(dcp, mesh, self.exchange, self.dtype, self.device)
+        self.layers: list[Any] = [make(placement) for _ in range(sizes.num_layers)]
         for layer in self.layers:
             for parameter in layer.parameters():
                 parameter.normal_(std=_WEIGHT_STD)
+
+    def draw_inputs(self, sizes: StackSizes, hidden_size: int, num_heads: int, query_dim: int, row_dim: int) -> None:
+        """Draw the inputs of the steps and of their parts, for so many heads of this rank and widths of their rows."""
+        batch, heads = sizes.batch, (num_heads, num_heads * sizes.mesh.dcp_size)
+        self.hidden = self.randn(len(self.metadata), batch, hidden_size)
+        self.q, self.group_q = (self.randn(batch, number, query_dim) for number in heads)
+        self.rows, self.group_rows = (self.randn(batch, number, row_dim) for number in heads)
+        self.lse, self.group_lse = (torch.randn(batch, number, device=self.device) for number in heads)
 
     def randn(self, *shape: int) -> Tensor:
         """Return random numbers in the model's dtype."""

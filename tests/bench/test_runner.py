@@ -50,7 +50,7 @@ class Counting(Benchmark[int, list[int]]):
     def measure(self, case: int, inputs: list[int]) -> list[dict[str, Any]]:
         return [{"tokens": case, "median_us": float(len(inputs))}]
 
-    def line(self, row: dict[str, Any]) -> str:
+    def line(self, case: int, row: dict[str, Any]) -> str:
         return f"measured {row['tokens']}"
 
     def summary(self, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -104,7 +104,7 @@ def test_no_case_begins_after_the_time_limit(
 
 
 def test_neighbours_share_what_was_kept() -> None:
-    kept: Kept[list[int]] = Kept()
+    kept = Kept()
     first = kept.get(1, lambda: [1])
     assert kept.get(1, lambda: [2]) is first
     assert kept.get(2, lambda: [2]) == [2]
