@@ -229,6 +229,3 @@ def best_peer_ratio(row: Row) -> float | None:
 def kernel_name(row: Row) -> str:
     """Return the kernel of a row, and its inputs if they are quantized."""
     return ", ".join(filter(None, [row["kernel"], quantized_name(row["kv_cache_dtype"], row["decode_query_dtype"])]))
-
-
-BENCHMARK = Decode

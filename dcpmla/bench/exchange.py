@@ -225,6 +225,3 @@ def _link_gb_per_s(ranks: Ranks, size: int) -> float | None:
 
 def _series(row: Row) -> str:
     return f"{row['exchange']} {row['variant']}".rstrip()
-
-
-BENCHMARK = ExchangeBenchmark

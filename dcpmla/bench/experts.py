@@ -217,6 +217,3 @@ def _random_experts(kind: str, shape: Shape, dtype: torch.dtype, device: torch.d
 
 def _one(weight: AnyWeight, expert: int) -> AnyWeight:
     return weight[expert] if isinstance(weight, Tensor) else type(weight)(*(part[expert] for part in weight))
-
-
-BENCHMARK = Experts

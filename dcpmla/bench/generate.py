@@ -275,6 +275,3 @@ def _series(row: Row) -> str:
 
 def _words(row: Row) -> str:
     return f"{row['acceptance']:.0%} of drafts accepted{', where they pay' if row['is_adaptive'] else ''}"
-
-
-BENCHMARK = Generate

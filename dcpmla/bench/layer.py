@@ -232,6 +232,3 @@ def _stack_makers(attention: AttentionStack) -> dict[str, StackMaker]:
     if attention.dense_stack() is None:
         return compressed_makers(attention.config)
     return {MLA: StackMaker(False, partial(LayerStack, attention.config))}
-
-
-BENCHMARK = Layer

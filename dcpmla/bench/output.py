@@ -110,6 +110,3 @@ def _quantizations(device: torch.device) -> dict[str, OutputQuant]:
         "fp8 / 64": OutputQuant("fp8_groups", group_size=64),
         "nvfp4": OutputQuant("nvfp4", scale=6 / scale),
     }
-
-
-BENCHMARK = Output

@@ -198,6 +198,3 @@ class PrefillBenchmark(Benchmark[PrefillCase, PrefillInputs]):
 
 def _series(row: Row) -> str:
     return f"{row['kernel']}, top {row['topk']:,}" if row.get("topk") else row["kernel"]
-
-
-BENCHMARK = PrefillBenchmark

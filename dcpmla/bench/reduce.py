@@ -139,6 +139,3 @@ class ReduceBenchmark(Benchmark[Reduced, ReduceInputs]):
     def line(self, case: Reduced, row: Row) -> str:
         load = f"{row['tp']} ranks, {case.tokens:>6,} tokens of {row['row_width']}"
         return f"{case.exchange:<18} {load} {row['median_us']:>10,.1f} us"
-
-
-BENCHMARK = ReduceBenchmark

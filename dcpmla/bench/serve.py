@@ -164,6 +164,3 @@ def _cell(value: Any) -> str:
             return f"{value:,.4f}"
         case _:
             return ",".join(map(str, value))
-
-
-BENCHMARK = Serve

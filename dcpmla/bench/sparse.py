@@ -223,6 +223,3 @@ def _name(row: Row) -> str:
     if row["operation"] == "attention":
         return f"attention, dcp {row['dcp']}, {row['heads']} heads, {row['kv_cache_dtype']} cache"
     return f"selection, dcp {row['dcp']}, {row['exchange']}, {row['index_cache_dtype']} index cache"
-
-
-BENCHMARK = SparseBenchmark

@@ -134,6 +134,3 @@ class TurnBenchmark(Benchmark[TurnCase, LayerStack]):
         chosen = next(row for row in rows if row["is_chosen"])
         slower = chosen["median_us"] / min(row["median_us"] for row in rows)
         return f"{case!s:<80} {times}; chosen {chosen['route']}, {slower:.2f} x the better one"
-
-
-BENCHMARK = TurnBenchmark
