@@ -96,7 +96,7 @@ class Benchmark(Generic[Case, Inputs]):
         raise NotImplementedError
 
     def product(self, *options: str) -> Iterator[tuple[Any, ...]]:
-        """Yield the combinations of what options list, the last one's items first."""
+        """Yield the combinations of what options list; the last option's items vary fastest."""
         yield from product(*(getattr(self.args, name) for name in options))
 
     def time(self, operation: Operation, num_sets: int | None = None) -> Timing:
@@ -119,9 +119,9 @@ class Benchmark(Generic[Case, Inputs]):
 
     @classmethod
     def wrong(cls, row: Row) -> list[str]:
-        """Return the errors of a row that are not finite or beyond their limits, by their fields."""
+        """Return the fields of a row's errors that are not finite or beyond their limits."""
         limits = cls.limits(row)
-        return [name for name in limits if row[name] is None or row[name] > limits[name]]
+        return [name for name in limits if row[name] is None or not row[name] <= limits[name]]
 
     def text(self, case: Case, rows: Sequence[Row]) -> str:
         """Return the text to print for a case's rows."""

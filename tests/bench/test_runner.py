@@ -111,6 +111,26 @@ def test_neighbours_share_what_was_kept() -> None:
     assert kept.get(1, lambda: [3]) == [3]
 
 
+@pytest.mark.usefixtures("one_process_on_cpu")
+def test_wrong_rows_show_their_errors(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(_: Counting, case: int, inputs: list[int]) -> list[dict[str, Any]]:
+        errors = [None, float("nan"), 0.03, 0.02, 0.0]
+        return [{"tokens": case, "error": error, "lse_error": 0.01 * case} for error in errors]
+
+    monkeypatch.setattr(Counting, "measure", measure)
+    monkeypatch.setattr(Counting, "limits", staticmethod(lambda _: {"error": 0.02, "lse_error": 0.03}))
+    args = parse()
+    args.cases = [1, 4]
+    args.run(args)
+    marks = [line.partition("   WRONG: ")[2] for line in capsys.readouterr().out.splitlines() if "measured" in line]
+    assert marks[:5] == ["error None", "error nan", "error 0.03", "", ""]
+    assert (
+        marks[5:]
+        == ["error None, lse_error 0.04", "error nan, lse_error 0.04", "error 0.03, lse_error 0.04"]
+        + ["lse_error 0.04"] * 2
+    )
+
+
 # ---- times
 
 
