@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from dcpmla.bench.load import add_load, make_load
+from dcpmla.bench.results import Row
 from dcpmla.bench.timing import largest, profile_kernels, time_calls
 from dcpmla.runtime.batch import Batch, Piece
 from dcpmla.runtime.engine import Engine
@@ -42,7 +43,7 @@ def decode_steps(engine: Engine, batch: int, input_len: int, output_len: int, se
     return steps
 
 
-def mixed_times(engine: Engine, num_tokens: int, num_decodes: int, context: int, in_graphs: bool) -> dict[str, float]:
+def mixed_times(engine: Engine, num_tokens: int, num_decodes: int, context: int, in_graphs: bool) -> Row:
     """Time steps of a prompt's first tokens and of decodes. Collective over the job. The cache's content is arbitrary.
 
     Args:
@@ -66,9 +67,9 @@ def mixed_times(engine: Engine, num_tokens: int, num_decodes: int, context: int,
     with torch.inference_mode():
         step_us = time_calls(step, device, _STEPS[device.type], _NUM_SAMPLES)
         if device.type != "cuda":
-            return {"step_us": step_us}
+            return {"step_us": round(step_us, 1)}
         device_us = sum(event.self_device_time_total for event in profile_kernels(step).key_averages())
-        return {"step_us": step_us, "device_us": largest(device_us, device)}
+        return {"step_us": round(step_us, 1), "device_us": round(largest(device_us, device), 1)}
 
 
 def _pieces(engine: Engine, num_tokens: int, num_decodes: int, context: int) -> list[Piece]:

@@ -11,7 +11,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from dcpmla.bench.ceilings import floor_fields
 from dcpmla.bench.engine_steps import decode_steps, mixed_times
 from dcpmla.bench.forced import ForcedDrafter
 from dcpmla.bench.load import check_lengths, engine_fields
@@ -19,7 +18,7 @@ from dcpmla.bench.options import listed, single
 from dcpmla.bench.plots import draw_rows, new_figure, save_figure, select
 from dcpmla.bench.results import Row
 from dcpmla.bench.runner import Benchmark
-from dcpmla.bench.step_times import is_quantized, modelled_times, rounded, size_of, step_times
+from dcpmla.bench.step_times import is_quantized, modelled_times, size_of, step_times
 from dcpmla.bench.timing import largest
 from dcpmla.cache.formats import format_name
 from dcpmla.cli.engine_arguments import add_engine_arguments
@@ -189,24 +188,21 @@ class Generate(Benchmark[Batch, None]):
         self.job.watchdog.enter("timing steps with prompts")
         self.engine.mixed_graph = self.mixed_graph
         times = mixed_times(self.engine, case.tokens, case.size, self.args.input_len, case.mode == "graph")
-        return self._labels(case) | {"tokens": case.tokens, "decodes": case.size} | rounded(times)
+        return self._labels(case) | {"tokens": case.tokens, "decodes": case.size} | times
 
     def _device_times(self, batch: int, context: int) -> Row:
         """Return the times of a step on the device alone, and on H200s the modelled ones."""
         engine = self.engine
         self.job.watchdog.enter("timing steps on the device")
         times = step_times(self.model, engine.cache, engine.dcp, engine.mesh, batch, context)
-        modelled = modelled_times(self.args, engine, self.size, batch, context, self.exchange)
-        if not modelled:
-            return rounded(times)
-        floor = floor_fields(modelled["floor_us"], times["device_us"])
-        return {**rounded(times), **floor, "predicted_us": round(modelled["predicted_us"], 1)}
+        load = batch, context, times["device_us"]
+        return times | modelled_times(self.args, engine, self.size, self.exchange, *load)
 
     def _prefill_times(self) -> Row:
         """Return the times of the prefill of one prompt on the device alone."""
         engine, num_tokens = self.engine, min(self.args.input_len, self.args.max_num_batched_tokens)
         times = step_times(self.model, engine.cache, engine.dcp, engine.mesh, 1, num_tokens, num_tokens)
-        return {f"prefill_{name}": value for name, value in rounded(times).items()}
+        return {f"prefill_{name}": value for name, value in times.items()}
 
     def _drafter(self, case: Batch) -> Drafter:
         """Return the drafter of a case, with its forced acceptance."""

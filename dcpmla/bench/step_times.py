@@ -3,7 +3,7 @@ least time of a step.
 """
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import copy
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dcpmla.attention.backends.calls import decode_workspace
 from dcpmla.attention.step.table import StepRequests
+from dcpmla.bench.ceilings import floor_fields
 from dcpmla.bench.results import Row
 from dcpmla.bench.timing import is_h200, profile_kernels, time_operation
 from dcpmla.cache.formats import format_name
@@ -33,14 +34,9 @@ _CALLS = 4  # steps of one sample: the start of a graph counts a quarter each
 _SECONDS = 1.0  # limit for the samples of one measurement
 
 
-def rounded(times: Mapping[str, float]) -> Row:
-    """Return times as rows have them."""
-    return {name: round(value, 1) for name, value in times.items()}
-
-
 def step_times(
     model: ShardedModel, cache: Cache, dcp: DCPConfig, mesh: DCPMesh, batch: int, context: int, query_len: int = 1
-) -> dict[str, float]:
+) -> Row:
     """Time steps of `batch` requests with `context` tokens; a step computes the last query_len. Collective
     over the job. The cache's contents do not matter.
 
@@ -68,7 +64,7 @@ def step_times(
         of_blocks = _moe_layer_us(model, lambda: model.hidden_states(token_ids, prepared, cache), calls)
         events = profile_kernels(step).events() if device.type == "cuda" else []
         num_kernels = sum(event.device_type.name == "CUDA" for event in events)
-        return {"device_us": device_us, "us_per_moe_layer": of_blocks, "num_kernels": num_kernels}
+        return {"device_us": round(device_us, 1), "us_per_moe_layer": round(of_blocks, 1), "num_kernels": num_kernels}
 
 
 def _moe_layer_us(model: ShardedModel, run: Callable[[], Tensor], calls: int) -> float:
@@ -98,10 +94,11 @@ def size_of(config: Any, dtype: torch.dtype, expert_dtype: str) -> ModelSize:
 
 
 def modelled_times(
-    args: argparse.Namespace, engine: Engine, size: ModelSize, batch: int, context: int, exchange: str
-) -> dict[str, float]:
-    """Return microseconds of a step after `context` cached tokens by the planner's model: `floor_us`, at the memory's
-    rate, and `predicted_us`; nothing on other devices than H200s, and for caches that the planner has no numbers for.
+    args: argparse.Namespace, engine: Engine, size: ModelSize, exchange: str, batch: int, context: int, device_us: float
+) -> Row:
+    """Return fields of a row on a step after `context` cached tokens by the planner's model: its least time, at the
+    memory's rate, beside the measured `device_us`, and the predicted one; none on other devices than H200s, and for
+    caches that the planner has no numbers for.
     """
     mesh, kv_cache_dtype = engine.mesh, format_name(engine.cache.sizes.dtype)
     if not is_h200(engine.model.device) or kv_cache_dtype not in FORMATS:
@@ -109,4 +106,5 @@ def modelled_times(
     options = {name: getattr(args, name) for name in ("index_cache_dtype", "enable_expert_parallel")}
     setting = Setting(tp=mesh.tp_size, dcp=mesh.dcp_size, kv_cache_dtype=kv_cache_dtype, **options)
     load = size, setting, batch, context
-    return {"floor_us": floor_us(H200X8, *load), "predicted_us": predict_step(H200X8, *load, exchange)["total"]}
+    predicted_us = round(predict_step(H200X8, *load, exchange)["total"], 1)
+    return {**floor_fields(floor_us(H200X8, *load), device_us), "predicted_us": predicted_us}
