@@ -238,8 +238,6 @@ def load_peers(directory: Path) -> dict[str, MakeExperts]:
     """Return the peers that can be had here; print a line on each that cannot."""
     peers: dict[str, MakeExperts] = {}
     for name, (load, make) in PEERS.items():
-        try:
+        with leave_out(name):
             peers[name] = partial(make, load(directory))
-        except Exception as error:  # others' code: whatever it raises, we measure without it
-            leave_out(name, error)
     return peers

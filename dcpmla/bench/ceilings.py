@@ -1,7 +1,6 @@
 """Peak rates of a device, and the least time of an operation that follows from them."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,8 +10,7 @@ from dcpmla.bench.timing import time_operation
 from dcpmla.cache.formats import FP8
 
 
-@dataclass(frozen=True)
-class Ceilings:
+class Ceilings(NamedTuple):
     """Peak rates of the device: FLOP/s of a matrix product alone (and of one in e4m3), bytes/s of a read alone."""
 
     flops_per_second: float

@@ -7,19 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpmla.attention.backends.calls import DecodeCall, decode_workspace
-from dcpmla.attention.layers.compressed.cache import CompressedCache, plan_compressed
+from dcpmla.attention.backends.calls import DecodeCall
 from dcpmla.attention.layers.compressed.config import CompressedConfig, LayerKind
-from dcpmla.attention.layers.compressed.layer import CompressedAttention
-from dcpmla.attention.layers.compressed.spec import CompressedSpec
-from dcpmla.attention.layers.compressed.step import CompressedMetadata, compressed_traits, selects, with_angles
+from dcpmla.attention.layers.compressed.spec import compressed_stack
+from dcpmla.attention.layers.compressed.step import CompressedMetadata, selects
 from dcpmla.attention.mla.decode import mla_decode
 from dcpmla.attention.select.candidates import candidate_width
-from dcpmla.attention.step.metadata import StepBuilder, StepMetadata
-from dcpmla.attention.step.table import StepRequests
+from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.bench.cache_formats import fill_index_keys, fill_shared_rows
-from dcpmla.bench.stack import MOST_STEPS, Stack, StackMaker, StackSizes
-from dcpmla.bench.timing import num_rotated
+from dcpmla.bench.stack import CANDIDATES, Stack, StackMaker, StackSizes
+from dcpmla.bench.timing import Operation
 
 
 def compressed_makers(config: CompressedConfig) -> dict[str, StackMaker]:
@@ -36,77 +33,59 @@ class CompressedStack(Stack):
         kind: Kind of every layer here.
         sizes: Number of layers and their load.
         options: Fields of DCPConfig for the caches' formats and the exchange of decode.
-    Raises:
-        ValueError: Groups of heads that do not divide, options that the layers do not have, a cache that does not fit.
     """
 
     def __init__(self, config: CompressedConfig, kind: LayerKind, sizes: StackSizes, **options: Any) -> None:
-        mesh, num_layers, batch, context = sizes.mesh, sizes.num_layers, sizes.batch, sizes.context
-        alike = replace(config, layer_kinds=(kind,) * num_layers)
+        self.kind, alike = kind, replace(config, layer_kinds=(kind,) * sizes.num_layers)
         dcp = sizes.dcp_config(**options)
         config.check_layout(dcp)
         # A block covers as many tokens as in the model, where the least ratio is another one.
         dcp = replace(dcp, block_size=dcp.block_size * config.row_tokens // alike.row_tokens)
-        reads = CompressedSpec(alike, kind, 0).reads(context)
-        super().__init__(sizes, dcp, reads)
-        self.config, self.kind = alike, kind
-        device, dtype = self.device, self.dtype
+        super().__init__(compressed_stack(alike), sizes, dcp)
         if not kind.ratio:  # each rank has all windows
             self.parts = tuple(part for part in self.parts if part not in ("gather", "combine"))
-        self.layers = [CompressedAttention(alike, kind, self.placement) for _ in range(num_layers)]
-        self.draw_weights()
-        one = plan_compressed(alike, dcp, [context] * batch, dtype)
-        # Selections take different rows of the same blocks, so that many need no more memory than few.
-        row_bytes = one.rows_shape(kind.ratio)[-1] * one.dtype.itemsize
-        bytes_read = num_layers * batch * -(-reads.num_rows // mesh.dcp_size) * row_bytes
-        num_steps = num_rotated(bytes_read, device, MOST_STEPS)
-        num_sets = min(num_steps, num_rotated(one.bytes_per_rank, device))
-        plan = plan_compressed(alike, dcp, [context] * batch * num_sets, dtype, batch * num_steps)
-        self.cache: CompressedCache = CompressedCache(plan, device)
-        for cache in self.cache:
-            fill_shared_rows(cache.latents, alike.head_dim, dtype)
-            if cache.index_keys is not None:
-                fill_index_keys(cache.index_keys, alike.indexer.head_dim, dtype)
-            for sums in cache.states:
-                sums.fill_(1.0)
-        blocks = torch.randperm(plan.num_blocks).view(num_sets, batch, -1).tolist()
-        states = torch.arange(batch * num_steps).view(num_steps, batch).tolist()
-        steps = StepBuilder(plan.dcp, mesh.dcp_rank, device, compressed_traits(plan))
-        workspace = decode_workspace(device)
-        requests = [
-            StepRequests([1] * batch, [context] * batch, blocks[index % num_sets], states[index])
-            for index in range(num_steps)
-        ]
-        self.metadata = [with_angles(steps.build(each, workspace=workspace), self._draw_angles) for each in requests]
-        self._draw_inputs(mesh.dcp_size, batch)
-
-    def _draw_angles(self, positions: Tensor, _: bool) -> Tensor:
-        return torch.randn(len(positions), self.config.rope_dim, device=self.device)
-
-    def _draw_inputs(self, dcp_size: int, batch: int) -> None:
-        config, layer = self.config, self.layers[0]
-        heads, group_heads = layer.num_heads, layer.num_heads * dcp_size
-        self.hidden = self.randn(len(self.metadata), batch, config.hidden_size)
-        self.q, self.rows = (self.randn(batch, heads, config.head_dim) for _ in range(2))
-        self.group_q, self.group_rows = (self.randn(batch, group_heads, config.head_dim) for _ in range(2))
-        self.lse, self.group_lse = (torch.randn(batch, number, device=self.device) for number in (heads, group_heads))
-        self.q_c = self.randn(len(self.metadata), batch, config.q_lora_rank)
-        self.down = self.randn(batch, sum(layer.down_widths)).split(layer.down_widths, -1)
+        widths = self.layers[0].down_widths
+        self.q_c = self.randn(len(self.metadata), sizes.batch, config.q_lora_rank)
+        self.down = self.randn(sizes.batch, sum(widths)).split(widths, -1)
         compressed = self._compressed(self.metadata[0])
-        if selects(compressed, self.kind):
-            num_columns = compressed.block_table.shape[1] * compressed.plan.entries_per_block(self.kind.ratio)
+        if selects(compressed, kind):
+            num_columns = compressed.block_table.shape[1] * compressed.plan.entries_per_block(kind.ratio)
             width = candidate_width(config.indexer.topk, num_columns)
-            self.candidates = torch.randint(1 << 31, (batch, width), device=self.device)
+            self.candidates = torch.randint(1 << 31, (sizes.batch, width), device=self.device)
 
-    def key_bytes(self) -> int:
-        """Return the bytes of an index key of each request in all layers."""
+    def row_bytes(self, plan: Any) -> int:
+        return plan.rows_shape(self.kind.ratio)[-1] * plan.dtype.itemsize
+
+    def fill(self, cache: Any) -> None:
+        fill_shared_rows(cache.latents, self.config.head_dim, self.dtype)
+        if cache.index_keys is not None:
+            fill_index_keys(cache.index_keys, self.config.indexer.head_dim, self.dtype)
+        for sums in cache.states:
+            sums.fill_(1.0)
+
+    @property
+    def rope_dim(self) -> int:
+        return self.config.rope_dim
+
+    def operations(self) -> dict[str, Operation]:
+        """Return the operations of all stacks, and those of a selection."""
+        candidates = self.in_each_layer(lambda: self.exchange.gather_candidates(self.candidates))
+        return {**super().operations(), "selection": self.select, CANDIDATES: candidates}
+
+    def bytes_read(self) -> dict[str, int]:
+        """Return the bytes that all stacks read, and of a selection this rank's share of the keys that are scored."""
+        read, num_keys = super().bytes_read(), self.reads.num_keys
+        if not num_keys:
+            return read
         keys = self.cache[0].index_keys
         assert keys is not None
-        return len(self.layers) * self.hidden.shape[1] * keys.shape[-1] * keys.element_size()
+        key_bytes = len(self.layers) * self.hidden.shape[1] * keys.shape[-1] * keys.element_size()
+        selection = -(-num_keys // self.dcp.decode_context_parallel_size) * key_bytes
+        return {**read, "total": read["total"] + selection, "selection": selection}
 
-    def project(self, index: int = 0) -> None:
+    def project(self, index: int) -> None:
         """Run all of a layer's step until it gathers its queries, but for its selection."""
-        hidden, metadata = self._inputs(index)
+        hidden, metadata = self.inputs(index)
         selectors = [layer.selector for layer in self.layers]
         slots, num_slots = self._listed(metadata)
         listed = {self.kind.ratio: (slots[None], num_slots[None])}
@@ -114,37 +93,32 @@ class CompressedStack(Stack):
         try:
             for layer in self.layers:
                 layer.selector = None
-            self._project(hidden, metadata.sharing(unselected))
+            self.project_with(hidden, metadata.sharing(unselected))
         finally:
             for layer, selector in zip(self.layers, selectors, strict=True):
                 layer.selector = selector
 
-    def select(self, index: int = 0) -> None:
+    def select(self, index: int) -> None:
         """Score this rank's keys, and choose among all ranks' best."""
-        _, metadata = self._inputs(index)
+        _, metadata = self.inputs(index)
         q_c = self.q_c[index % len(self.q_c)]
         for layer, cache in zip(self.layers, self.cache, strict=True):
             layer.select(q_c, self.down, cache, self._compressed(metadata))
 
-    def gather_candidates(self, _: int = 0) -> None:
-        """Gather the ranks' candidates of a selection."""
-        for _layer in self.layers:
-            self.exchange.gather_candidates(self.candidates)
-
-    def attend(self, index: int = 0) -> None:
+    def attend(self, index: int) -> None:
         """Attend to this rank's rows, with the group's heads where the cache is sharded. Layers that select attend to
         the last selection.
         """
-        _, metadata = self._inputs(index)
+        _, metadata = self.inputs(index)
         assert metadata.decode is not None
         listed, q = self._listed(metadata), self.group_q if self.kind.ratio else self.q
         for cache in self.cache:
             sizes, workspace = (self.config.softmax_scale, self.config.head_dim), metadata.decode.workspace
             mla_decode(DecodeCall(q, None, cache.latents, *listed, *sizes, workspace=workspace))
 
-    def finish(self, index: int = 0) -> None:
+    def finish(self, index: int) -> None:
         """Run the sink, RoPE's inverse, the groups' projections, o_b_proj and its all-reduce."""
-        cos_sin = self._compressed(self._inputs(index)[1]).angles[self.kind.ratio > 0]
+        cos_sin = self._compressed(self.inputs(index)[1]).angles[self.kind.ratio > 0]
         for layer in self.layers:
             layer.o_b_proj(layer.finish(self.rows, self.lse, cos_sin, len(self.rows)))
 

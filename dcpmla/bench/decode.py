@@ -4,9 +4,9 @@ floor, ratios, errors.
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,12 +17,12 @@ from dcpmla.attention.backends.choice import DECODE_BACKENDS
 from dcpmla.bench.cache_formats import quantized_name, query_dtypes
 from dcpmla.bench.ceilings import floor_fields, measure_ceilings
 from dcpmla.bench.decode_inputs import Answer, Caches, DecodeCase, DecodeInputs, MakeKernel, Ours
-from dcpmla.bench.options import add_measured, names_of
+from dcpmla.bench.options import directory_of, named, single
 from dcpmla.bench.peers import PEERS, Formats, check_peers, load_peer
-from dcpmla.bench.plots import draw_lines, new_figure, save_figure, select
-from dcpmla.bench.results import Row, dtype_name, error_fields, is_within, leave_out
-from dcpmla.bench.runner import Benchmark, Kept
-from dcpmla.bench.timing import Timing, calls_over, time_with_result
+from dcpmla.bench.plots import draw_rows, grouped, new_figure, save_figure, select
+from dcpmla.bench.results import Row, error_fields, left_out
+from dcpmla.bench.runner import Benchmark
+from dcpmla.bench.timing import Timing, calls_over
 from dcpmla.cli.options import positive
 from dcpmla.config import DECODE_QUERY_DTYPES
 from dcpmla.job.bootstrap import Ranks
@@ -32,11 +32,12 @@ from dcpmla.job.join import LOAD_TIMEOUT, Job
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 OURS = {"dcpmla": "auto", **{f"dcpmla-{backend.name}": backend.name for backend in DECODE_BACKENDS}}
 _KERNELS = [*OURS, *PEERS]
+_DEFAULT = "default: dcpmla, and with --peers all of theirs"
+_DTYPE = "of what is not quantized; default: bfloat16 on GPUs, float32 on CPUs"
 # Errors of out or lse, by the queries' dtype; a larger one means that something else was computed. Products in bfloat16
 # stay below 0.005 over every cache. Products in e4m3 round probabilities too, by up to 1/16 each: 1.7 % of the
 # outputs, 2.2 % where small ones are denormals.
 _LARGEST_ERROR = {"auto": 0.02, "fp8": 0.04}
-_SAMPLE_SECONDS = 0.1  # limit for the samples of one kernel
 _ROUNDS = {"cuda": 2, "cpu": 1}  # the last round counts: each kernel then finds the clock that the others leave
 
 
@@ -50,6 +51,19 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
 
     ranks_of = "one"
     plot_help = "shares of the floor's speed"
+    options = {
+        "peers": directory_of("peers.py and the libraries of FlashMLA and FlashAttention-3"),
+        "kernels": named(_KERNELS, "a kernel", f"of {', '.join(_KERNELS)}; {_DEFAULT}"),
+        "heads": "16,64,128",
+        "batch": "1,8,32,128",
+        "context": "1024,4096,16384,65536",
+        "query_len": "1,2,4",
+        "block_size": single(positive, 64, "P", "tokens of a cache block"),
+        "dtype": {"choices": tuple(_DTYPES), "help": _DTYPE},
+        "kv_cache_dtype": "bf16",
+        "decode_query_dtype": ",".join(DECODE_QUERY_DTYPES),
+    }
+    sample_seconds = 0.1
 
     def __init__(self, args: argparse.Namespace, job: Job) -> None:
         super().__init__(args, job)
@@ -57,22 +71,8 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
         job.watchdog.enter("loading the kernels", LOAD_TIMEOUT)
         self.kernels = dict(_load(args))
         self.ceilings = measure_ceilings(self.device, self.dtype)
-        self.caches: Kept[Caches] = Kept()
         self.refused: set[str] = set()  # kernels that did not take some case, which is said once
         self.plain_us: dict[tuple[str, DecodeCase], float] = {}
-
-    @staticmethod
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
-        add = parser.add_argument
-        peers = "directory with peers.py and the libraries of FlashMLA and FlashAttention-3"
-        add("--peers", type=Path, metavar="DIR", help=peers)
-        names = f"of {', '.join(_KERNELS)}; default: dcpmla, and with --peers all of theirs"
-        add("--kernels", type=names_of(_KERNELS, "a kernel"), metavar="NAME,...", help=names)
-        add_measured(parser, heads="16,64,128", batch="1,8,32,128", context="1024,4096,16384,65536", query_len="1,2,4")
-        add("--block-size", type=positive, default=64, metavar="P", help="tokens of a cache block")
-        dtype = "of what is not quantized; default: bfloat16 on GPUs, float32 on CPUs"
-        add("--dtype", choices=tuple(_DTYPES), help=dtype)
-        add_measured(parser, kv_cache_dtype="bf16", decode_query_dtype=",".join(DECODE_QUERY_DTYPES))
 
     @staticmethod
     def check(args: argparse.Namespace, ranks: Ranks) -> None:
@@ -90,56 +90,57 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
 
     def cases(self) -> Iterator[DecodeCase]:
         """Yield cases, grouped by their caches."""
-        args = self.args
-        for batch, context, cache in product(*map(dict.fromkeys, (args.batch, args.context, args.kv_cache_dtype))):
-            queries = query_dtypes(cache, args.decode_query_dtype)
-            for heads, query_len, query_dtype in product(*map(dict.fromkeys, (args.heads, args.query_len, queries))):
+        for batch, context, cache in self.product("batch", "context", "kv_cache_dtype"):
+            queries = query_dtypes(cache, self.args.decode_query_dtype)
+            for (heads, query_len), query_dtype in product(self.product("heads", "query_len"), queries):
                 yield DecodeCase(batch, context, heads, query_len, cache, query_dtype)
 
     def inputs(self, case: DecodeCase) -> DecodeInputs:
         size = case.batch, case.context, self.args.block_size, self.dtype, self.device, case.kv_cache_dtype
-        return DecodeInputs(case, self.caches.get(size, lambda: Caches(*size)))
+        return DecodeInputs(case, self.kept.get(size, lambda: Caches(*size)))
 
     def measure(self, case: DecodeCase, inputs: DecodeInputs) -> list[Row]:
         """Return a row for each kernel that takes the case; ours with their ratios to the peers'."""
-        calls = calls_over(len(inputs.caches), self.device)
-        answer, rows = Answer(inputs, calls - 1), {}
+        num_sets = len(inputs.caches)
+        answer, rows = Answer(inputs, calls_over(num_sets, self.device) - 1), {}
         for name, make in [*self.kernels.items()] * _ROUNDS[self.device.type]:
             if name in PEERS and not PEERS[name].match(case):
                 continue
             try:
                 kernel = make(inputs)
-                timing, last = time_with_result(kernel.launch, self.device, calls, _SAMPLE_SECONDS)
+                timing, last = self.time_with_result(kernel.launch, num_sets)
             except Exception as error:  # others' code may raise anything
                 if name in OURS and not (isinstance(error, ValueError) or is_out_of_memory(error)):
                     raise
                 if name not in self.refused:
                     self.refused.add(name)
-                    leave_out(f"{name} of {case}", error)
+                    print(left_out(f"{name} of {case}", error), flush=True)
                 continue
             rows[name] = self._row(name, inputs, timing, answer.errors(*kernel.result(*last)))
         return self._with_ratios([*rows.values()], case)
 
     def _row(self, name: str, inputs: DecodeInputs, timing: Timing, errors: tuple[float, float]) -> Row:
         case, us, itemsize = inputs.case, timing.median_us, self.dtype.itemsize
-        return {
+        fields = {
             "kernel": name,
-            **asdict(case),
             "block_size": self.args.block_size,
-            "dtype": dtype_name(self.dtype),
             "num_sets": len(inputs.caches),
-            **timing.fields(2),
             "tflops": round(case.flops / us / 1e6, 2),
             "gb_per_s": round(case.num_bytes(itemsize) / us / 1e3, 1),
             **floor_fields(case.floor_us(self.ceilings, itemsize), us),
             **error_fields(*errors),
         }
+        return self.row(case._asdict(), timing, fields)
+
+    @staticmethod
+    def limits(row: Row) -> dict[str, float]:
+        return dict.fromkeys(("error", "lse_error"), _LARGEST_ERROR[row["decode_query_dtype"]])
 
     def _with_ratios(self, rows: list[Row], case: DecodeCase) -> list[Row]:
         """Add `speedup_over_NAME` to our rows: a peer's time, or our own over plain rows, over ours; of right ones."""
-        peers = {row["kernel"]: row["median_us"] for row in rows if row["kernel"] in PEERS and is_right(row)}
-        plain_case = replace(case, kv_cache_dtype="bf16", decode_query_dtype="auto")
-        for row in (row for row in rows if row["kernel"] in OURS and is_right(row)):
+        peers = {row["kernel"]: row["median_us"] for row in rows if row["kernel"] in PEERS and not self.wrong(row)}
+        plain_case = case._replace(kv_cache_dtype="bf16", decode_query_dtype="auto")
+        for row in (row for row in rows if row["kernel"] in OURS and not self.wrong(row)):
             baselines = dict(peers)
             if case == plain_case:
                 self.plain_us[row["kernel"], case] = row["median_us"]
@@ -148,15 +149,13 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
             row.update({f"speedup_over_{name}": round(us / row["median_us"], 3) for name, us in baselines.items()})
         return rows
 
-    def text(self, rows: Sequence[Row]) -> str:
+    def text(self, case: DecodeCase, rows: Sequence[Row]) -> str:
         if not rows:
-            return "no kernel took this case"
-        first = rows[0]
-        case = f"{first['batch']} x {first['context']:,}".rjust(14) + f"  heads {first['heads']:>3}"
-        formats = quantized_name(first["kv_cache_dtype"], first["decode_query_dtype"])
-        cells = [f"{case}  new {first['query_len']}  floor {first['floor_us']:>8,.1f} us", *filter(None, [formats])]
+            return super().text(case, rows)
+        load = f"{case.batch} x {case.context:,}".rjust(14) + f"  heads {case.heads:>3}"
+        cells = [f"{load}  new {case.query_len}  floor {rows[0]['floor_us']:>8,.1f} us", *filter(None, [case.formats])]
         for row in rows:
-            wrong = "" if is_right(row) else " WRONG"
+            wrong = " WRONG" if self.wrong(row) else ""
             cells.append(f"{row['kernel']} {row['median_us']:>8,.1f} us {row['floor_share']:>4.0%}{wrong}")
         for row in rows:
             if (best := best_peer_ratio(row)) is not None:
@@ -167,10 +166,9 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
 
     def summary(self, rows: Sequence[Row]) -> Iterator[str]:
         """Yield for each kernel and format its share of the floor and its wrong results; for ours also the ratios."""
-        for name in dict.fromkeys(map(kernel_name, rows)):
-            of_kernel = [row for row in rows if kernel_name(row) == name]
+        for name, of_kernel in grouped(rows, kernel_name):
             share = median(row["floor_share"] for row in of_kernel)
-            num_wrong = sum(not is_right(row) for row in of_kernel)
+            num_wrong = sum(bool(self.wrong(row)) for row in of_kernel)
             cases = f"in the median of {len(of_kernel)} cases, {num_wrong} of them wrong"
             yield f"{name}: {share:.0%} of the floor's speed {cases}"
             for other in (*PEERS, "bf16"):
@@ -180,7 +178,7 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
                     yield f"{name} against {other}: {median(ratios):.2f} x in the median, {span}"
 
     def findings(self, rows: Sequence[Row]) -> dict[str, Any]:
-        return {"ceilings": asdict(self.ceilings)}
+        return {"ceilings": self.ceilings._asdict()}
 
     @staticmethod
     def plot(path: Path, rows: Sequence[Row]) -> None:
@@ -194,14 +192,11 @@ class Decode(Benchmark[DecodeCase, DecodeInputs]):
         if ratios := [ratio for row in ours if (ratio := best_peer_ratio(row)) is not None]:
             title += f", {median(ratios):.2f} x the best other kernel's"
         figure, axes = new_figure(title, num_axes=len(heads), width=4.8)
+        names = "cached tokens of all requests", "share of the floor's speed"
         for axis, num_heads in zip(axes, heads, strict=True):
-            shares: dict[str, dict[int, list[float]]] = {}
-            for row in select(rows, heads=num_heads, query_len=query_len):
-                of_loads = shares.setdefault(kernel_name(row), {}).setdefault(row["batch"] * row["context"], [])
-                of_loads.append(row["floor_share"])
             axis.set_title(f"{num_heads} heads, new tokens: {query_len}")
-            lines = {name: [(x, median(y)) for x, y in points.items()] for name, points in shares.items()}
-            draw_lines(axis, lines, "cached tokens of all requests", "share of the floor's speed")
+            shown = select(rows, heads=num_heads, query_len=query_len)
+            draw_rows(axis, shown, _num_cached, itemgetter("floor_share"), kernel_name, names)
         save_figure(path, figure)
 
 
@@ -220,9 +215,8 @@ def _load(args: argparse.Namespace) -> Iterator[tuple[str, MakeKernel]]:
             yield name, make
 
 
-def is_right(row: Row) -> bool:
-    """Return whether a kernel's result is right."""
-    return is_within(row, _LARGEST_ERROR[row["decode_query_dtype"]], "error", "lse_error")
+def _num_cached(row: Row) -> int:
+    return row["batch"] * row["context"]
 
 
 def best_peer_ratio(row: Row) -> float | None:
@@ -235,6 +229,3 @@ def best_peer_ratio(row: Row) -> float | None:
 def kernel_name(row: Row) -> str:
     """Return the kernel of a row, and its inputs if they are quantized."""
     return ", ".join(filter(None, [row["kernel"], quantized_name(row["kv_cache_dtype"], row["decode_query_dtype"])]))
-
-
-BENCHMARK = Decode

@@ -4,8 +4,7 @@ interface of peers.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,8 +30,7 @@ _NUM_NEWEST = 4  # keys of a request that every query finds by its last column
 _QUERY_MARK = 8.0
 
 
-@dataclass(frozen=True)
-class DecodeCase:
+class DecodeCase(NamedTuple):
     """Requests of one length; each one's new tokens are the last ones of its context, so the causal bound cuts into it.
 
     Attributes:
@@ -49,6 +47,11 @@ class DecodeCase:
     query_len: int
     kv_cache_dtype: str = "bf16"
     decode_query_dtype: str = "auto"
+
+    @property
+    def formats(self) -> str:
+        """Return a description of what is quantized; "" if nothing is."""
+        return quantized_name(self.kv_cache_dtype, self.decode_query_dtype)
 
     @property
     def num_tokens(self) -> int:
@@ -77,7 +80,7 @@ class DecodeCase:
 
     def __str__(self) -> str:
         sizes = f"{self.batch} x {self.context:,}, {self.heads} heads, {self.query_len} new"
-        return ", ".join(filter(None, [sizes, quantized_name(self.kv_cache_dtype, self.decode_query_dtype)]))
+        return ", ".join(filter(None, [sizes, self.formats]))
 
 
 class Caches:

@@ -4,11 +4,11 @@ import math
 import time
 from array import array
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
 from dcpmla.bench.load import add_load, make_load
+from dcpmla.bench.results import Row
 from dcpmla.bench.timing import largest, profile_kernels, time_calls
 from dcpmla.runtime.batch import Batch
 from dcpmla.runtime.engine import Engine
@@ -42,25 +42,16 @@ def decode_steps(engine: Engine, batch: int, input_len: int, output_len: int, se
     return steps
 
 
-class MixedTimes(NamedTuple):
-    """Microseconds of a step, on the slowest rank.
-
-    Attributes:
-        step_us: Time from one step to the next, while the host launches steps ahead of the GPU.
-        device_us: Time of the kernels; None on CPUs.
-    """
-
-    step_us: float
-    device_us: float | None
-
-
-def mixed_times(engine: Engine, num_tokens: int, num_decodes: int, context: int, in_graphs: bool) -> MixedTimes:
+def mixed_times(engine: Engine, num_tokens: int, num_decodes: int, context: int, in_graphs: bool) -> Row:
     """Time steps of a prompt's first tokens and of decodes. Collective over the job. The cache's content is arbitrary.
 
     Args:
         num_tokens: Number of tokens of a step, more than num_decodes.
         context: Number of cached tokens of each decode.
         in_graphs: Whether the engine's graphs run the steps.
+    Returns:
+        Fields of a row, on the slowest rank: `step_us`, the time from one step to the next while the host launches
+        steps ahead of the GPU; on GPUs also `device_us`, the time of the kernels.
     """
     costs, device = engine.scheduler.costs, engine.model.device
     runner = StepRunner(engine.model, engine.cache, engine.dcp, engine.mesh.dcp_rank, costs, engine.grammars)
@@ -75,9 +66,9 @@ def mixed_times(engine: Engine, num_tokens: int, num_decodes: int, context: int,
     with torch.inference_mode():
         step_us = time_calls(step, device, _STEPS[device.type], _NUM_SAMPLES)
         if device.type != "cuda":
-            return MixedTimes(step_us, None)
+            return {"step_us": round(step_us, 1)}
         device_us = sum(event.self_device_time_total for event in profile_kernels(step).key_averages())
-        return MixedTimes(step_us, largest(device_us, device))
+        return {"step_us": round(step_us, 1), "device_us": round(largest(device_us, device), 1)}
 
 
 def _batch(engine: Engine, num_tokens: int, num_decodes: int, context: int) -> Batch:

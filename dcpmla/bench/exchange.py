@@ -2,11 +2,12 @@
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from operator import itemgetter
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
@@ -19,11 +20,11 @@ from dcpmla.bench.exchange_inputs import (
     find_errors,
     with_direct,
 )
-from dcpmla.bench.options import add_measured
+from dcpmla.bench.options import single
 from dcpmla.bench.peers import load_adapters
-from dcpmla.bench.plots import draw_lines, new_figure, save_figure, select
-from dcpmla.bench.results import Row, dtype_name, finite, is_within
-from dcpmla.bench.runner import Benchmark, Kept
+from dcpmla.bench.plots import draw_rows, new_figure, save_figure, select
+from dcpmla.bench.results import Row, dtype_name, finite
+from dcpmla.bench.runner import Benchmark
 from dcpmla.bench.timing import calls_per_sample, is_h200, largest, time_with_result
 from dcpmla.cli.options import positive
 from dcpmla.comm.exchange import Exchange
@@ -34,6 +35,9 @@ from dcpmla.planning.machine import H200X8
 
 _PEER = "vllm_direct"  # combines alone
 _ROPE_DIM = 64  # part of queries and cached rows on top of the row width: DeepSeek V2 and V3, Kimi-K2
+_ROW_WIDTH = f"of partial rows; queries and cached rows have {_ROPE_DIM} more"
+_VALUE_WIDTH = "of partial rows that are projected before they are merged"
+_PEERS = f"also measure {_PEER}, from DIR/direct/peer_direct.py and vllm_direct.so.xz"
 # "pbm", project before merge: rows as wide as a head's values. "fp8": rows quantized in transit.
 _VARIANTS: dict[str, tuple[str, ...]] = {
     "gather_heads": ("", "fp8"),
@@ -46,26 +50,26 @@ _LARGEST_ERRORS = {"bfloat16": 0.005, "float32": 1e-5}
 _LARGEST_FP8_ERROR = 2**-4  # half a step of e4m3
 
 
-@dataclass(frozen=True)
-class Exchanged:
-    """One operation of one backend over groups of one size; heads is 0 for `gather_context`, which has none."""
+class Exchanged(NamedTuple):
+    """One operation of one backend over groups of one size; heads is None for `gather_context`."""
 
     dcp: int
     operation: str
     exchange: str
     variant: str
     tokens: int
-    heads: int
-    latent_dim: int
+    heads: int | None
+    row_width: int
 
     def __str__(self) -> str:
-        heads = f", {self.heads} heads" if self.heads else ""
-        return f"{self.operation} {self.name} of {self.dcp} ranks, {self.tokens:,} tokens{heads}"
+        name = f"{self.exchange} {self.variant}".rstrip()
+        return f"{self.operation} {name} of {self.load}"
 
     @property
-    def name(self) -> str:
-        """Backend and variant."""
-        return f"{self.exchange} {self.variant}".rstrip()
+    def load(self) -> str:
+        """Ranks, tokens and heads."""
+        heads = f", {self.heads} heads" if self.heads else ""
+        return f"{self.dcp} ranks, {self.tokens:,} tokens{heads}"
 
 
 class ExchangeBenchmark(Benchmark[Exchanged, ExchangeInputs]):
@@ -76,26 +80,22 @@ class ExchangeBenchmark(Benchmark[Exchanged, ExchangeInputs]):
     """
 
     plot_help = "times over tokens"
+    options = {
+        "decode_context_parallel_size": None,
+        "dcp_comm_backend": None,
+        "tokens": "1,2,4,8,16,32,64,128,256,1024,4096",
+        "heads": "64,128",
+        "row_width": single(positive, 512, "D", _ROW_WIDTH),
+        "value_width": single(positive, 128, "V", _VALUE_WIDTH),
+        "peers": {"type": Path, "metavar": "DIR", "help": _PEERS},
+    }
 
     def __init__(self, args: argparse.Namespace, job: Job) -> None:
         super().__init__(args, job)
-        self.kept: Kept[ExchangeInputs] = Kept()  # inputs, the same for all backends
         self.group: ProcessGroup
         self.exchanges: dict[tuple[str, str], Exchange] = {}
         with agree():
             self._make_peer = load_adapters("exchange").load_vllm_direct(args.peers) if args.peers else None
-
-    @staticmethod
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
-        add = parser.add_argument
-        add_measured(parser, decode_context_parallel_size=None, dcp_comm_backend=None)
-        add_measured(parser, tokens="1,2,4,8,16,32,64,128,256,1024,4096", heads="64,128")
-        width = f"of partial rows; queries and cached rows have {_ROPE_DIM} more"
-        add("--row-width", type=positive, default=512, metavar="D", help=width)
-        value_width = "of partial rows that are projected before they are merged"
-        add("--value-width", type=positive, default=128, metavar="V", help=value_width)
-        peers = f"also measure {_PEER}, from DIR/direct/peer_direct.py and vllm_direct.so.xz"
-        add("--peers", type=Path, metavar="DIR", help=peers)
 
     @staticmethod
     def check(args: argparse.Namespace, ranks: Ranks) -> None:
@@ -103,66 +103,59 @@ class ExchangeBenchmark(Benchmark[Exchanged, ExchangeInputs]):
 
     def cases(self) -> Iterator[Exchanged]:
         args = self.args
-        operations = [*product(("gather_heads", "combine"), dict.fromkeys(args.heads)), ("gather_context", 0)]
-        widths = dict.fromkeys((args.row_width, args.value_width))
+        operations = [*product(("gather_heads", "combine"), args.heads), ("gather_context", None)]
         for size in group_sizes(args, self.job.ranks.num_ranks):
             self.group = init_mesh(size, size).dcp_group
             self.exchanges = self._find_exchanges()
-            loads = product(dict.fromkeys(args.tokens), operations, widths, self.exchanges)
-            for tokens, (operation, heads), width, (backend, variant) in loads:
-                is_done = operation == "combine" or backend != _PEER
-                is_width = width == (args.value_width if variant == "pbm" else args.row_width)
-                if variant in _VARIANTS[operation] and is_done and is_width:
+            loads = product(args.tokens, operations, self.exchanges)
+            for tokens, (operation, heads), (backend, variant) in loads:
+                width = args.value_width if variant == "pbm" else args.row_width
+                if operation != "combine":
+                    width += _ROPE_DIM
+                if variant in _VARIANTS[operation] and (operation == "combine" or backend != _PEER):
                     yield Exchanged(size, operation, backend, variant, tokens, heads, width)
 
     def _find_exchanges(self) -> dict[tuple[str, str], Exchange]:
         """Return the exchanges of a group by backend and variant. Collective over the job."""
         group, device, exchanges = self.group, self.device, dict[tuple[str, str], Exchange]()
-        for backend in self.args.dcp_comm_backend or with_direct(("ag_rs", "a2a"), group, device):
-            exchanges[backend, ""] = exchanges[backend, "pbm"] = exchange_of(group, device, dcp_comm_backend=backend)
+        backends = self.args.dcp_comm_backend or with_direct(("ag_rs", "a2a"), group, device)
+        for backend in backends:
+            exchanges[backend, ""] = exchange_of(group, device, dcp_comm_backend=backend)
             if backend == "direct":
-                exchanges[backend, "fp8"] = exchange_of(
-                    group, device, dcp_comm_backend=backend, dcp_exchange_dtype="fp8"
-                )
+                options = {"dcp_comm_backend": backend, "dcp_exchange_dtype": "fp8"}
+                exchanges[backend, "fp8"] = exchange_of(group, device, **options)
         if self._make_peer is not None:
             exchanges[_PEER, ""] = self._make_peer(group, device)
-        return exchanges
+        # Last: their inputs are others.
+        return exchanges | {(backend, "pbm"): exchanges[backend, ""] for backend in backends}
 
     def inputs(self, case: Exchanged) -> ExchangeInputs:
-        sizes = case.tokens, case.heads, self.args.row_width + _ROPE_DIM, case.latent_dim
+        latent_dim = case.row_width - _ROPE_DIM * (case.operation != "combine")
+        sizes = case.tokens, case.heads or 0, self.args.row_width + _ROPE_DIM, latent_dim
         one = ExchangeCase(self.group, calls_per_sample(self.device), *sizes, self.device, self.dtype)
         return self.kept.get((case.operation, one), lambda: OPERATIONS[case.operation](one))
 
     def measure(self, case: Exchanged, inputs: ExchangeInputs) -> list[Row]:
-        ranks = self.job.ranks
-        is_gather = case.operation != "combine"
-        setting = {
-            "operation": case.operation,
-            "exchange": case.exchange,
-            "variant": case.variant,
-            "tokens": case.tokens,
-            "heads": case.heads or None,
-            "row_width": self.args.row_width + _ROPE_DIM if is_gather else case.latent_dim,
-            "tp": ranks.num_ranks,
-            "dcp": case.dcp,
-            "gpus_per_node": ranks.num_local_ranks,
-            "dtype": dtype_name(self.dtype),
-        }
-        exchange, link = self.exchanges[case.exchange, case.variant], _link_gb_per_s(ranks, case.dcp)
-        return [setting | measured(inputs, exchange, self.device, link)]
+        ranks, exchange = self.job.ranks, self.exchanges[case.exchange, case.variant]
+        common = {"tp": ranks.num_ranks, "gpus_per_node": ranks.num_local_ranks, "dtype": dtype_name(self.dtype)}
+        return [case._asdict() | common | measured(inputs, exchange, self.device, _link_gb_per_s(ranks, case.dcp))]
 
-    def line(self, row: Row) -> str:
-        load = f"{row['dcp']} ranks, {row['tokens']:,} tokens" + (f", {row['heads']} heads" if row["heads"] else "")
+    @staticmethod
+    def limits(row: Row) -> dict[str, float]:
+        exact_or_rounded = _LARGEST_ERRORS[row["dtype"]] if row["operation"] == "combine" else 0.0
+        return {"error": _LARGEST_FP8_ERROR if row["variant"] == "fp8" else exact_or_rounded}
+
+    def line(self, case: Exchanged, row: Row) -> str:
         wire = "" if row["wire_us"] is None else f"  wire {row['wire_us']:>8,.1f} us"
         error = "not finite" if row["error"] is None else f"{row['error']:.1g}"
         time = f"{row['median_us']:>10,.1f} us {row['gb_per_s']:>7,.1f} GB/s{wire}"
-        name = f"{row['exchange']} {row['variant']}"
-        return f"{row['operation']:<14} {name:<11} {load:<34} {time}  error {error}{'' if is_right(row) else '  WRONG'}"
+        name = f"{case.exchange} {case.variant}"
+        return f"{case.operation:<14} {name:<11} {case.load:<34} {time}  error {error}"
 
     def summary(self, rows: Sequence[Row]) -> Iterator[str]:
         for backend in dict.fromkeys(row["exchange"] for row in rows):
             results = select(rows, exchange=backend)
-            yield f"{backend}: {sum(not is_right(row) for row in results)} of {len(results)} results wrong"
+            yield f"{backend}: {sum(bool(self.wrong(row)) for row in results)} of {len(results)} results wrong"
 
     @staticmethod
     def plot(path: Path, rows: Sequence[Row]) -> None:
@@ -177,14 +170,11 @@ class ExchangeBenchmark(Benchmark[Exchanged, ExchangeInputs]):
         title = f"{merges[0]['tokens']:,} x {heads} heads merged over {size} ranks: {', '.join(times)}"
         figure, axes = new_figure(title, num_axes=len(operations), width=4.8)
         for axis, operation in zip(axes, operations, strict=True):
-            lines: dict[str, list[tuple[float, float]]] = {}
-            for row in select(shown, operation=operation):
-                name = f"{row['exchange']} {row['variant']}".rstrip()
-                lines.setdefault(name, []).append((row["tokens"], row["median_us"]))
             axis.set_title(operation)
             axis.set_yscale("log", base=2)
             axis.yaxis.set_major_formatter("{x:g}")
-            draw_lines(axis, lines, "tokens", "us")
+            of_operation = select(shown, operation=operation)
+            draw_rows(axis, of_operation, itemgetter("tokens"), itemgetter("median_us"), _series, ("tokens", "us"))
         save_figure(path, figure)
 
 
@@ -198,7 +188,7 @@ def group_sizes(args: argparse.Namespace, num_ranks: int) -> list[int]:
         raise ValueError(
             "bench exchange measures 2 ranks or more, but 1 was started; start torchrun with --nproc-per-node 2 or more"
         )
-    sizes = list(dict.fromkeys(args.decode_context_parallel_size or [num_ranks]))
+    sizes: list[int] = args.decode_context_parallel_size or [num_ranks]
     for size in sizes:
         if size == 1 or num_ranks % size:
             option = f"decode_context_parallel_size (-dcp) has {size}"
@@ -233,11 +223,5 @@ def _link_gb_per_s(ranks: Ranks, size: int) -> float | None:
     return H200X8.nvlink_gb_per_s if is_h200(ranks.device) and num_nodes == 1 else None
 
 
-def is_right(row: Row) -> bool:
-    """Return whether a backend's result is right."""
-    exact_or_rounded = _LARGEST_ERRORS[row["dtype"]] if row["operation"] == "combine" else 0.0
-    allowed = _LARGEST_FP8_ERROR if row["variant"] == "fp8" else exact_or_rounded
-    return is_within(row, allowed)
-
-
-BENCHMARK = ExchangeBenchmark
+def _series(row: Row) -> str:
+    return f"{row['exchange']} {row['variant']}".rstrip()

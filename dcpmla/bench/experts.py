@@ -4,20 +4,20 @@ other libraries' (--peers), over weights in each format.
 
 import argparse
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from dcpmla.bench.ceilings import floor_fields, measure_ceilings
-from dcpmla.bench.options import add_measured, names_of
+from dcpmla.bench.options import directory_of, named
 from dcpmla.bench.peers import load_adapters
-from dcpmla.bench.results import Row, dtype_name, finite, is_within, leave_out
+from dcpmla.bench.results import Row, finite, leave_out
 from dcpmla.bench.runner import Benchmark, Kept
-from dcpmla.bench.timing import calls_over, num_rotated, time_operation, time_with_result
+from dcpmla.bench.timing import calls_over, num_rotated
 from dcpmla.cache.formats import FP8
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import Job
@@ -28,15 +28,13 @@ from dcpmla.parallel.quantized import BLOCK, GROUP, AnyWeight, BlockFp8, GroupFp
 PeerExperts = Callable[[Tensor, Tensor, Tensor], Tensor]  # takes x, expert_ids, expert_weights, as `compute_experts`
 
 _MOST_SETS = 16
-_SAMPLE_SECONDS = 0.5  # limit for the samples of one kernel
 _CHECKED_TOKENS = 4  # compared with float64
 # Of fp8, the format of its activations makes almost all.
 _LARGEST_ERROR = {"bf16": 0.01, "fp8": 0.08, "fp4": 0.01, "int4": 0.01}
 _WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5 + 1 / GROUP, "int4": 0.5 + 2 / GROUP}  # bytes of one value
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """The experts of a layer on one rank."""
 
     hidden_size: int
@@ -54,10 +52,10 @@ SHAPES = {
     "k2-tp8": Shape(7168, 256, 384, 8, 0),
 }
 _FORMATS = {"v4-flash": ("fp8", "fp4"), "k2-tp8": ("int4",)}  # useful formats; other shapes have bf16 and fp8
+_SHAPES, _WEIGHTS = ",".join(SHAPES), ",".join(_WEIGHT_BYTES)
 
 
-@dataclass(frozen=True)
-class ExpertsCase:
+class ExpertsCase(NamedTuple):
     """Tokens of a step through the experts of a layer."""
 
     geometry: str
@@ -121,17 +119,13 @@ class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
     """Every kernel that takes a case, on the same inputs."""
 
     ranks_of = "one"
-
-    @staticmethod
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
-        for option, choices, noun in (("--shape", SHAPES, "a shape"), ("--weights", _WEIGHT_BYTES, "a format")):
-            every = ",".join(choices)
-            parser.add_argument(
-                option, type=names_of(tuple(choices), noun), default=every, metavar="NAME,...", help=every
-            )
-        add_measured(parser, tokens="1,8,32,128,512,8192")
-        peers = "directory with deep_gemm.tar.xz, humming.tar.xz and vllm_moe.tar.xz, others' kernels for fp8"
-        parser.add_argument("--peers", type=Path, metavar="DIR", help=peers)
+    options = {
+        "shape": named([*SHAPES], "a shape", _SHAPES) | {"default": _SHAPES},
+        "weights": named([*_WEIGHT_BYTES], "a format", _WEIGHTS) | {"default": _WEIGHTS},
+        "tokens": "1,8,32,128,512,8192",
+        "peers": directory_of("deep_gemm.tar.xz, humming.tar.xz and vllm_moe.tar.xz, others' kernels for fp8"),
+    }
+    sample_seconds = 0.5
 
     @staticmethod
     def check(args: argparse.Namespace, ranks: Ranks) -> None:
@@ -141,11 +135,10 @@ class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
     def __init__(self, args: argparse.Namespace, job: Job) -> None:
         super().__init__(args, job)
         self.ceilings = measure_ceilings(self.device, self.dtype)
-        self.kept: Kept[ExpertWeights] = Kept()
         self.peers: dict[str, Callable[[ExpertWeights], PeerExperts]] = {}
         if args.peers is not None:
             self.peers = load_adapters("experts").load_peers(args.peers)
-        self.kept_peers: dict[str, Kept[PeerExperts]] = {name: Kept() for name in self.peers}
+        self.kept_peers = {name: Kept() for name in self.peers}
 
     def cases(self) -> Iterator[ExpertsCase]:
         """Yield cases, grouped by their weights."""
@@ -165,33 +158,24 @@ class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
             kernels["grouped_mm"] = inputs.grouped_mm
         if case.weights == "fp8":
             kernels |= {name: partial(self._run_peer, name, case, inputs) for name in self.peers}
-        calls = len(inputs.routes)
-        router = time_operation(inputs.router, self.device, calls, _SAMPLE_SECONDS)
+        num_sets, rows = len(inputs.routes), list[Row]()
+        router = self.time(inputs.router, num_sets)
         floor_us = self.ceilings.floor_us(inputs.bytes_read, inputs.flops, in_fp8=case.weights == "fp8")
-        rows = []
         for name, kernel in kernels.items():
-            try:
-                timing, out = time_with_result(kernel, self.device, calls, _SAMPLE_SECONDS)
-            except Exception as error:  # torch's products take GPUs and widths of their own; peers may raise anything
-                if name == "dcpmla":
-                    raise
-                leave_out(f"{name} of {case}", error)
-                continue
-            rows.append(
-                {
+            # torch's products take GPUs and widths of their own.
+            with nullcontext() if name == "dcpmla" else leave_out(f"{name} of {case}"):
+                timing, out = self.time_with_result(kernel, num_sets)
+                fields = {
                     "kernel": name,
-                    **asdict(case),
-                    **asdict(inputs.shape),
-                    "dtype": dtype_name(self.dtype),
-                    "num_sets": calls,
-                    **timing.fields(2),
+                    **inputs.shape._asdict(),
+                    "num_sets": num_sets,
                     "router_us": round(router.median_us, 2),
                     "bytes_read": inputs.bytes_read,
                     **floor_fields(floor_us, timing.median_us),
                     "tflops": round(inputs.flops / timing.median_us / 1e6, 3),
-                    "error": finite(inputs.error(out, calls - 1)),
+                    "error": finite(inputs.error(out, num_sets - 1)),
                 }
-            )
+                rows.append(self.row(case._asdict(), timing, fields))
         return rows
 
     def _run_peer(self, name: str, case: ExpertsCase, inputs: ExpertsInputs, index: int) -> Tensor:
@@ -200,12 +184,13 @@ class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
         experts = self.kept_peers[name].get((case.geometry, case.weights), make)
         return experts(inputs.x, *(part.contiguous() for part in inputs.routes[index % len(inputs.routes)]))
 
-    def line(self, row: Row) -> str:
-        case = ExpertsCase(row["geometry"], row["weights"], row["tokens"])
-        is_right = is_within(row, _LARGEST_ERROR[row["weights"]])
+    @staticmethod
+    def limits(row: Row) -> dict[str, float]:
+        return {"error": _LARGEST_ERROR[row["weights"]]}
+
+    def line(self, case: ExpertsCase, row: Row) -> str:
         time = f"{row['median_us']:>10,.1f} us {row['floor_share']:>4.0%} of the floor {row['tflops']:>7,.1f} TFLOP/s"
-        wrong = "" if is_right else f"   WRONG: error {row['error']}"
-        return f"{case!s:<32} {row['kernel']:<10} {time}   router {row['router_us']:,.1f} us{wrong}"
+        return f"{case!s:<32} {row['kernel']:<10} {time}   router {row['router_us']:,.1f} us"
 
 
 def _random_experts(kind: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> ExpertWeights:
@@ -232,6 +217,3 @@ def _random_experts(kind: str, shape: Shape, dtype: torch.dtype, device: torch.d
 
 def _one(weight: AnyWeight, expert: int) -> AnyWeight:
     return weight[expert] if isinstance(weight, Tensor) else type(weight)(*(part[expert] for part in weight))
-
-
-BENCHMARK = Experts

@@ -5,17 +5,17 @@ batch.
 import argparse
 import statistics
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import product
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from dcpmla.bench.ceilings import floor_fields
 from dcpmla.bench.engine_steps import decode_steps, mixed_times
 from dcpmla.bench.forced import ForcedDrafter
 from dcpmla.bench.load import check_lengths, engine_fields
-from dcpmla.bench.options import add_measured
-from dcpmla.bench.plots import draw_lines, new_figure, save_figure, select
+from dcpmla.bench.options import listed, single
+from dcpmla.bench.plots import draw_rows, new_figure, save_figure, select
 from dcpmla.bench.results import Row
 from dcpmla.bench.runner import Benchmark
 from dcpmla.bench.step_times import is_quantized, modelled_times, size_of, step_times
@@ -37,6 +37,9 @@ _OPTIONS = (
     *("decode_query_dtype", "index_cache_dtype", "index_hadamard", "dcp_q_replicate", "dcp_project_before_merge"),
     *("enable_expert_parallel", "block_size", "input_len", "output_len", "seed"),
 )
+_STEP_TOKENS = "tokens of steps with a piece of a prompt, alone and with 32 decodes, timed as well"
+_CONTEXT = "cached tokens of requests whose step is timed on the device alone, without a prefill before it"
+_ACCEPTANCE = "forced on the drafts of --speculative-method, one after the other"
 
 
 class Batch(NamedTuple):
@@ -65,6 +68,15 @@ class Generate(Benchmark[Batch, None]):
     ranks_of = "tp"
     has_engine = True
     plot_help = "time per token and tokens/s"
+    options = {
+        "batch": "1,2,4,8,16,32,64,128",
+        "input_len": single(positive, 512, "N", "tokens of a prompt"),
+        "output_len": single(positive, 64, "N", "new tokens of a request"),
+        "seed": {"type": seed, "default": 0, "help": "of the prompts' tokens"},
+        "step_tokens": listed(positive_list, _STEP_TOKENS) | {"default": []},
+        "context": listed(positive_list, _CONTEXT) | {"default": []},
+        "acceptance": listed(share_list, _ACCEPTANCE) | {"default": "0,0.5,0.8,1"},
+    }
 
     def __init__(self, args: argparse.Namespace, job: Job) -> None:
         super().__init__(args, job)
@@ -93,20 +105,10 @@ class Generate(Benchmark[Batch, None]):
                 if memory.dtype == model.dtype:
                     memory.normal_()  # Zeros would give all keys the same score.
 
-    @staticmethod
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         add_engine_arguments(parser)
-        add = parser.add_argument
-        add_measured(parser, batch="1,2,4,8,16,32,64,128")
-        add("--input-len", type=positive, default=512, metavar="N", help="tokens of a prompt")
-        add("--output-len", type=positive, default=64, metavar="N", help="new tokens of a request")
-        add("--seed", type=seed, default=0, help="of the prompts' tokens")
-        steps = "tokens of steps with a piece of a prompt, alone and with 32 decodes, timed as well"
-        add("--step-tokens", type=positive_list, default=[], metavar="A,B", help=steps)
-        contexts = "cached tokens of requests whose step is timed on the device alone, without a prefill before it"
-        add("--context", type=positive_list, default=[], metavar="A,B", help=contexts)
-        rates = "forced on the drafts of --speculative-method, one after the other"
-        add("--acceptance", type=share_list, default="0,0.5,0.8,1", metavar="A,B", help=rates)
+        super().add_arguments(parser)
 
     @staticmethod
     def check(args: argparse.Namespace, ranks: Ranks) -> None:
@@ -131,12 +133,12 @@ class Generate(Benchmark[Batch, None]):
     def cases(self) -> Iterator[Batch]:
         args, drafter = self.args, self.speculation.drafter
         modes = ("graph", "eager") if self.graph else ("eager",)
-        for size in dict.fromkeys(args.batch):
+        for size in args.batch:
             yield from (Batch(size, mode) for mode in modes)
             if drafter.num_speculative_tokens and size * (1 + drafter.num_speculative_tokens) <= MAX_DRAFT_ROWS:
                 for acceptance, is_adaptive in product(args.acceptance, (False, True)):
                     yield Batch(size, modes[0], acceptance, is_adaptive)
-        for tokens in dict.fromkeys(args.step_tokens):
+        for tokens in args.step_tokens:
             sizes = (0, _NUM_DECODES) if tokens > _NUM_DECODES < args.max_num_seqs else (0,)
             yield from (Batch(size, mode, tokens=tokens) for size, mode in product(sizes, modes))
         for context, size in product(args.context, args.batch):
@@ -186,25 +188,21 @@ class Generate(Benchmark[Batch, None]):
         self.job.watchdog.enter("timing steps with prompts")
         self.engine.mixed_graph = self.mixed_graph
         times = mixed_times(self.engine, case.tokens, case.size, self.args.input_len, case.mode == "graph")
-        row = self._labels(case) | {"tokens": case.tokens, "decodes": case.size, "step_us": round(times.step_us, 1)}
-        return row if times.device_us is None else row | {"device_us": round(times.device_us, 1)}
+        return self._labels(case) | {"tokens": case.tokens, "decodes": case.size} | times
 
     def _device_times(self, batch: int, context: int) -> Row:
         """Return the times of a step on the device alone, and on H200s the modelled ones."""
         engine = self.engine
         self.job.watchdog.enter("timing steps on the device")
-        decode = step_times(self.model, engine.cache, engine.dcp, engine.mesh, batch, context)
-        row: Row = {name: round(value, 1) for name, value in decode._asdict().items()}
-        modelled = modelled_times(self.args, engine, self.size, batch, context, self.exchange)
-        if modelled is not None:
-            row |= floor_fields(modelled.floor_us, decode.device_us) | {"predicted_us": round(modelled.step_us, 1)}
-        return row
+        times = step_times(self.model, engine.cache, engine.dcp, engine.mesh, batch, context)
+        load = batch, context, times["device_us"]
+        return times | modelled_times(self.args, engine, self.size, self.exchange, *load)
 
     def _prefill_times(self) -> Row:
         """Return the times of the prefill of one prompt on the device alone."""
         engine, num_tokens = self.engine, min(self.args.input_len, self.args.max_num_batched_tokens)
         times = step_times(self.model, engine.cache, engine.dcp, engine.mesh, 1, num_tokens, num_tokens)
-        return {f"prefill_{name}": round(value, 1) for name, value in times._asdict().items()}
+        return {f"prefill_{name}": value for name, value in times.items()}
 
     def _drafter(self, case: Batch) -> Drafter:
         """Return the drafter of a case, with its forced acceptance."""
@@ -214,7 +212,7 @@ class Generate(Benchmark[Batch, None]):
         model = engine.model
         return ForcedDrafter(drafter, case.acceptance, model.vocab_size, model.device, not case.is_adaptive)
 
-    def line(self, row: Row) -> str:
+    def line(self, case: Batch, row: Row) -> str:
         if "batch" not in row:
             alone = f"  kernels {row['device_us'] / 1e3:>8.3f} ms" if "device_us" in row else ""
             step = f"step of {row['tokens']:>5} tokens, {row['decodes']:>2} decodes"
@@ -254,11 +252,7 @@ class Generate(Benchmark[Batch, None]):
         figure, axes = new_figure(title, num_axes=2)
         measures = ("step_us", 1e-3, "time per token, ms"), ("tokens_per_second", 1, "tokens/s")
         for axis, (field, factor, label) in zip(axes, measures, strict=True):
-            lines: dict[str, list[tuple[float, float]]] = {}
-            for row in rows:
-                mode = f"{row['mode']}, {_words(row)}" if "acceptance" in row else row["mode"]
-                lines.setdefault(mode, []).append((row["batch"], row[field] * factor))
-            draw_lines(axis, lines, "batch", label)
+            draw_rows(axis, rows, itemgetter("batch"), partial(_scaled, field, factor), _series, ("batch", label))
         save_figure(path, figure)
 
     def close(self) -> None:
@@ -267,8 +261,13 @@ class Generate(Benchmark[Batch, None]):
         engine.close()
 
 
+def _scaled(field: str, factor: float, row: Row) -> float:
+    return row[field] * factor
+
+
+def _series(row: Row) -> str:
+    return f"{row['mode']}, {_words(row)}" if "acceptance" in row else row["mode"]
+
+
 def _words(row: Row) -> str:
     return f"{row['acceptance']:.0%} of drafts accepted{', where they pay' if row['is_adaptive'] else ''}"
-
-
-BENCHMARK = Generate

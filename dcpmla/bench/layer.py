@@ -30,9 +30,9 @@ from dcpmla.bench.layouts import (
     load_of,
     speedups_of,
 )
-from dcpmla.bench.options import add_measured, names_of
+from dcpmla.bench.options import named, single
 from dcpmla.bench.plots import draw_bars, draw_lines, new_figure, save_figure
-from dcpmla.bench.results import Row, dtype_name
+from dcpmla.bench.results import Row
 from dcpmla.bench.runner import Benchmark
 from dcpmla.bench.stack import CANDIDATES, PARTS, Stack, StackMaker, StackSizes
 from dcpmla.cli.options import positive
@@ -49,6 +49,8 @@ _VARIANTS: dict[str, dict[str, Any]] = {  # fields of DCPConfig, by the names of
     "fp8": {"dcp_exchange_dtype": "fp8"},
 }
 _NAMES = ", ".join(filter(None, _VARIANTS))
+_VARIANT = f"of {_NAMES} (direct alone); an empty name is the plain step, as in ,pbm; default: that alone"
+_GEOMETRY = f"whose layers: {', '.join(GEOMETRIES)}, or a directory with a config.json"
 
 
 class LayerCase(NamedTuple):
@@ -73,6 +75,20 @@ class Layer(Benchmark[LayerCase, Stack]):
     ranks_of = "tp"
     plot_help = "the parts of a step, and the speedup over TP"
 
+    options = {
+        "geometry": single(str, "deepseek-v3", "NAME_OR_DIR", _GEOMETRY),
+        "tensor_parallel_size": single(positive, 1, "N", "ranks that cut the heads; all ranks of the job"),
+        "decode_context_parallel_size": "1",
+        "dcp_comm_backend": None,
+        "variants": named([*_VARIANTS], "a variant", _VARIANT) | {"default": ""},
+        "kv_cache_dtype": "bf16",
+        "decode_query_dtype": "auto,fp8",
+        "index_cache_dtype": "auto",
+        "num_layers": single(positive, 8, "L", "layers of the stack"),
+        "batch": "1,4,16,64,128",
+        "context": "8192,32768,131072,524288",
+    }
+
     def __init__(self, args: argparse.Namespace, job: Job) -> None:
         super().__init__(args, job)
         self.attention = _read_attention(args.geometry)
@@ -82,24 +98,10 @@ class Layer(Benchmark[LayerCase, Stack]):
         self.ceilings = measure_ceilings(self.device, self.dtype)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # caches are planned by the device's free memory
-        sizes = sorted(set(args.decode_context_parallel_size))
+        sizes = sorted(args.decode_context_parallel_size)
         self.meshes = {dcp: init_mesh(args.tensor_parallel_size, dcp) for dcp in sizes}
         self.layouts = [layout for dcp in sizes for layout in self._layouts(dcp)]
         self.plain: dict[tuple[Any, ...], list[Row]] = {}
-
-    @staticmethod
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
-        add = parser.add_argument
-        geometry = f"whose layers: {', '.join(GEOMETRIES)}, or a directory with a config.json"
-        add("--geometry", default="deepseek-v3", metavar="NAME_OR_DIR", help=geometry)
-        tp = "ranks that cut the heads; all ranks of the job"
-        add("-tp", "--tensor-parallel-size", type=positive, default=1, metavar="N", help=tp)
-        add_measured(parser, decode_context_parallel_size="1", dcp_comm_backend=None)
-        variants = f"of {_NAMES} (direct alone); an empty name is the plain step, as in ,pbm; default: that alone"
-        add("--variants", type=names_of([*_VARIANTS], "a variant"), default="", metavar="NAME,...", help=variants)
-        add_measured(parser, kv_cache_dtype="bf16", decode_query_dtype="auto,fp8", index_cache_dtype="auto")
-        add("--num-layers", type=positive, default=8, metavar="L", help="layers of the stack")
-        add_measured(parser, batch="1,4,16,64,128", context="8192,32768,131072,524288")
 
     @staticmethod
     def check(args: argparse.Namespace, ranks: Ranks) -> None:
@@ -125,9 +127,8 @@ class Layer(Benchmark[LayerCase, Stack]):
                 yield Layout(dcp, *exchange, name, dtype, label, index_format)
 
     def cases(self) -> Iterator[LayerCase]:
-        args = self.args
-        for batch, context in product(dict.fromkeys(args.batch), dict.fromkeys(args.context)):
-            yield from (LayerCase(layout, batch, context) for layout in self.layouts)
+        for (batch, context), layout in product(self.product("batch", "context"), self.layouts):
+            yield LayerCase(layout, batch, context)
 
     def inputs(self, case: LayerCase) -> Stack:
         layout = case.layout
@@ -143,7 +144,7 @@ class Layer(Benchmark[LayerCase, Stack]):
 
     def measure(self, case: LayerCase, inputs: Stack) -> list[Row]:
         """Return a row for each part, the total first, with the sum of its parts, each timed alone."""
-        reads, timings, num_bytes = inputs.reads, inputs.timings(), inputs.bytes_read()
+        reads, timings, num_bytes, rows = inputs.reads, inputs.timings(), inputs.bytes_read(), list[Row]()
         common = {
             "geometry": self.args.geometry if self.args.geometry in GEOMETRIES else Path(self.args.geometry).name,
             "tp": self.args.tensor_parallel_size,
@@ -152,15 +153,14 @@ class Layer(Benchmark[LayerCase, Stack]):
             "batch": case.batch,
             "context": case.context,
             "num_layers": self.args.num_layers,
-            "dtype": dtype_name(self.dtype),
             "heads": self.config.num_heads,
             "query_dim": reads.query_dim,
             "latent_dim": reads.out_dim,
         }
-        rows = [{"part": part, **common, **timing.fields(1)} for part, timing in timings.items()]
-        for row in rows:
-            if (read := num_bytes.get(row["part"])) is not None:
-                row |= {"bytes_read": read, **floor_fields(self.ceilings.floor_us(read), row["median_us"])}
+        for part, timing in timings.items():
+            rows.append(self.row({"part": part}, timing, common, digits=1))
+            if (read := num_bytes.get(part)) is not None:
+                rows[-1] |= {"bytes_read": read, **floor_fields(self.ceilings.floor_us(read), rows[-1]["median_us"])}
         sums = {"sum_of_parts_us": PARTS, "exchange_us": ("gather", CANDIDATES, "combine")}
         for name, parts in sums.items():
             rows[0][name] = round(sum(timings[part].median_us for part in parts if part in timings), 1)
@@ -171,13 +171,12 @@ class Layer(Benchmark[LayerCase, Stack]):
             compare_with_plain(rows, self.plain[setting])
         return rows
 
-    def text(self, rows: Sequence[Row]) -> str:
-        total = rows[0]
-        load = f"{total['batch']} x {total['context']:,}"
+    def text(self, case: LayerCase, rows: Sequence[Row]) -> str:
+        total, load = rows[0], f"{case.batch} x {case.context:,}"
         parts = "  ".join(f"{row['part']} {row['median_us']:>8,.1f}" for row in rows)
         added = f"  adds {total['added_us_per_layer']:,.1f} a layer" if "added_us_per_layer" in total else ""
         sums = f"(parts together {total['sum_of_parts_us']:,.1f})"
-        return f"{layout_of(total)!s:<36} {load:>14}  us: {parts}  {sums}{added}"
+        return f"{case.layout!s:<36} {load:>14}  us: {parts}  {sums}{added}"
 
     def summary(self, rows: Sequence[Row]) -> Iterator[str]:
         yield from efficiencies(rows)
@@ -233,6 +232,3 @@ def _stack_makers(attention: AttentionStack) -> dict[str, StackMaker]:
     if attention.dense_stack() is None:
         return compressed_makers(attention.config)
     return {MLA: StackMaker(False, partial(LayerStack, attention.config))}
-
-
-BENCHMARK = Layer

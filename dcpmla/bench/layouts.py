@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from dcpmla.bench.cache_formats import quantized_name
+from dcpmla.bench.plots import grouped, select
 from dcpmla.bench.results import Row
 from dcpmla.bench.stack import CANDIDATES
 
@@ -75,18 +76,14 @@ def _apart(times: Mapping[str, float]) -> float:
 
 def efficiencies(rows: Sequence[Row]) -> Iterator[str]:
     """Yield a line on the scaling efficiency of each layout, over the loads that plain TP held as well."""
-    for layout in dict.fromkeys(map(layout_of, rows)):
+    compared = (row for row in rows if "scaling_efficiency" in row)
+    for layout, of_layout in grouped(compared, layout_of):
         shares = {
-            name: sorted(
-                row["scaling_efficiency"]
-                for row in rows
-                if row["part"] == part and layout_of(row) == layout and "scaling_efficiency" in row
-            )
+            name: sorted(row["scaling_efficiency"] for row in select(of_layout, part=part))
             for part, name in (("attention", "attention"), ("total", "layer"))
         }
-        if shares["layer"]:
-            words = [f"{name} {median(each):.0%} ({each[0]:.0%} to {each[-1]:.0%})" for name, each in shares.items()]
-            yield f"{layout}: scaling efficiency over {len(shares['layer'])} loads: {', '.join(words)}"
+        words = [f"{name} {median(each):.0%} ({each[0]:.0%} to {each[-1]:.0%})" for name, each in shares.items()]
+        yield f"{layout}: scaling efficiency over {len(shares['layer'])} loads: {', '.join(words)}"
 
 
 def speedups_of(rows: Sequence[Row]) -> dict[Layout, list[tuple[int, float]]]:
@@ -106,16 +103,16 @@ def _ratios(rows: Sequence[Row]) -> dict[Layout, dict[Load, float]]:
     """Return for each layout with a DCP size above 1 the time under dcp 1, with the same kind of layers and the same
     dtypes, over its own, by load. A load that only fits when sharded does not count.
     """
-    times: dict[Layout, dict[Load, float]] = {}
-    for row in rows:
-        if row["part"] == "total":
-            times.setdefault(layout_of(row), {})[load_of(row)] = row["median_us"]
+    totals = grouped(select(rows, part="total"), layout_of)
+    times = {layout: {load_of(row): row["median_us"] for row in of_layout} for layout, of_layout in totals}
     plain = {layout.compared: of_loads for layout, of_loads in times.items() if layout.dcp == 1}
     ratios = {}
     for layout, of_loads in times.items():
         unsharded = plain.get(layout.compared, {})
-        ratios[layout] = {load: unsharded[load] / time for load, time in of_loads.items() if load in unsharded}
-    return {layout: of_loads for layout, of_loads in ratios.items() if layout.dcp > 1 and of_loads}
+        both = {load: unsharded[load] / time for load, time in of_loads.items() if load in unsharded}
+        if layout.dcp > 1 and both:
+            ratios[layout] = both
+    return ratios
 
 
 def crossovers(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -128,14 +125,12 @@ def crossovers(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """
     results = []
     for layout, ratios in _ratios(rows).items():
-        at_batch = {
-            str(batch): _first_of_the_faster(
-                [(context, ratio > 1) for (b, context), ratio in ratios.items() if b == batch]
-            )
-            for batch in sorted({batch for batch, _ in ratios})
-        }
+        at_batch: dict[str, list[tuple[int, bool]]] = {}
+        for (batch, context), ratio in sorted(ratios.items()):
+            at_batch.setdefault(str(batch), []).append((context, ratio > 1))
         tokens = _first_of_the_faster([(batch * context, ratio > 1) for (batch, context), ratio in ratios.items()])
-        results.append({**layout._asdict(), "tokens": tokens, "context_at_batch": at_batch})
+        contexts = {batch: _first_of_the_faster(sizes) for batch, sizes in at_batch.items()}
+        results.append({**layout._asdict(), "tokens": tokens, "context_at_batch": contexts})
     return results
 
 

@@ -2,11 +2,9 @@
 both as one kernel.
 """
 
-import argparse
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -15,19 +13,16 @@ from dcpmla.attention.output.formats import OutputQuant
 from dcpmla.attention.output.rows import OutputRows
 from dcpmla.attention.projection_calls import ValueProjection
 from dcpmla.attention.projections import project_values
-from dcpmla.bench.options import add_measured
-from dcpmla.bench.results import Row, dtype_name
+from dcpmla.bench.results import Row
 from dcpmla.bench.runner import Benchmark
-from dcpmla.bench.timing import Operation, Timing, calls_over, num_rotated, time_operation
+from dcpmla.bench.timing import num_rotated
 from dcpmla.parallel.quantized import QuantizedRows
 
 _RANK, _NOPE, _VALUE = 512, 128, 128  # latent, nope and value widths: DeepSeek V2 and V3, Kimi-K2
-_SAMPLE_SECONDS = 1.0  # limit for the samples of one operation
 _MOST_DIFFERENT = 5e-4  # share of the bytes: sums in another order sometimes round to another bfloat16
 
 
-@dataclass(frozen=True)
-class OutputCase:
+class OutputCase(NamedTuple):
     """Heads of one rank and tokens of a step."""
 
     heads: int
@@ -45,7 +40,6 @@ class OutputInputs:
             w_kv_b = torch.randn(case.heads, _NOPE + _VALUE, _RANK, dtype=dtype, device=device) * _RANK**-0.5
             return torch.randn(case.tokens, case.heads, _RANK, dtype=dtype, device=device), w_kv_b[:, _NOPE:]
 
-        self.device = device
         set_bytes = case.heads * (case.tokens + _VALUE) * _RANK * dtype.itemsize
         self.sets = [new_set() for _ in range(num_rotated(set_bytes, device))]
 
@@ -67,50 +61,44 @@ class OutputInputs:
         rows.append(values)
         return cast(QuantizedRows, rows.rows()).values
 
-    def time(self, operation: Operation) -> Timing:
-        return time_operation(operation, self.device, calls_over(len(self.sets), self.device), _SAMPLE_SECONDS)
-
 
 class Output(Benchmark[OutputCase, OutputInputs]):
     """Every kind of quantization on the same inputs."""
 
     ranks_of = "one"
-
-    @staticmethod
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
-        add_measured(parser, heads="16,128", tokens="1,16,32,64,128,256,1024,4096")
+    options = {"heads": "16,128", "tokens": "1,16,32,64,128,256,1024,4096"}
+    sample_seconds = 1.0
 
     def cases(self) -> Iterator[OutputCase]:
-        for heads in self.args.heads:
-            yield from (OutputCase(heads, tokens) for tokens in self.args.tokens)
+        return map(OutputCase._make, self.product("heads", "tokens"))
 
     def inputs(self, case: OutputCase) -> OutputInputs:
         return OutputInputs(case, self.dtype, self.device)
 
     def measure(self, case: OutputCase, inputs: OutputInputs) -> list[Row]:
-        project, rows = inputs.time(inputs.project), []
+        num_sets, rows = len(inputs.sets), []
+        project = self.time(inputs.project, num_sets)
         for name, quant in _quantizations(self.device).items():
             different = inputs.fused(quant, 0).view(torch.uint8) != inputs.apart(quant, 0).view(torch.uint8)
-            fused, apart = (inputs.time(partial(way, quant)) for way in (inputs.fused, inputs.apart))
-            rows.append(
-                {
-                    "quantization": name,
-                    **asdict(case),
-                    "dtype": dtype_name(self.dtype),
-                    "num_sets": len(inputs.sets),
-                    **fused.fields(2),
-                    "apart_us": round(apart.median_us, 2),
-                    "project_us": round(project.median_us, 2),
-                    "different": float(different.float().mean()),
-                }
-            )
+            fused, apart = (self.time(partial(way, quant), num_sets) for way in (inputs.fused, inputs.apart))
+            fields = {
+                "quantization": name,
+                "num_sets": num_sets,
+                "apart_us": round(apart.median_us, 2),
+                "project_us": round(project.median_us, 2),
+                "different": float(different.float().mean()),
+            }
+            rows.append(self.row(case._asdict(), fused, fields))
         return rows
 
-    def line(self, row: Row) -> str:
+    @staticmethod
+    def limits(row: Row) -> dict[str, float]:
+        return {"different": _MOST_DIFFERENT}
+
+    def line(self, case: OutputCase, row: Row) -> str:
         fused, apart, project = (f"{row[key]:>9,.1f} us" for key in ("median_us", "apart_us", "project_us"))
-        wrong = "" if row["different"] <= _MOST_DIFFERENT else "   WRONG"
         times = f"fused {fused}   apart {apart}   W_UV alone {project}   x {row['median_us'] / row['project_us']:.2f}"
-        return f"{OutputCase(row['heads'], row['tokens'])!s:<26} {row['quantization']:<16} {times}{wrong}"
+        return f"{case!s:<26} {row['quantization']:<16} {times}"
 
 
 def _quantizations(device: torch.device) -> dict[str, OutputQuant]:
@@ -122,6 +110,3 @@ def _quantizations(device: torch.device) -> dict[str, OutputQuant]:
         "fp8 / 64": OutputQuant("fp8_groups", group_size=64),
         "nvfp4": OutputQuant("nvfp4", scale=6 / scale),
     }
-
-
-BENCHMARK = Output

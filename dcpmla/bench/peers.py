@@ -45,12 +45,9 @@ def load_adapters(name: str) -> Any:
 
 def load_peer(name: str, directory: Path) -> MakeKernel | None:
     """Return the maker of a decode kernel, None where it cannot be loaded; print the reason."""
-    try:
-        make: MakeKernel = load_adapters("attention").load_kernel(name, directory)
-    except Exception as error:  # others' code: whatever it raises, we measure without it
-        leave_out(name, error)
-        return None
-    return make
+    with leave_out(name):
+        return load_adapters("attention").load_kernel(name, directory)
+    return None
 
 
 def check_peers(directory: Path | None) -> None:

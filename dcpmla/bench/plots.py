@@ -1,14 +1,17 @@
 """Figures, and whether they and other files can be written. matplotlib (the extra `plot`) is imported on demand."""
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, TypeVar
 
+from dcpmla.bench.results import Row
 from dcpmla.cli.output import check_writable, is_same_path, write_bytes
 from dcpmla.extras import needed_by
 
+Key = TypeVar("Key")
 _LABEL_HEIGHT = 0.045  # heights are in heights of the axes
 
 
@@ -77,6 +80,26 @@ def draw_lines(axis: Any, lines: Mapping[str, Iterable[tuple[float, float]]], x_
         axis.text(1.01, height, line.get_label(), transform=axis.transAxes, **look)
 
 
+def draw_rows(
+    axis: Any,
+    rows: Iterable[Row],
+    x: Callable[[Row], float],
+    y: Callable[[Row], float],
+    label: Callable[[Row], str],
+    names: tuple[str, str],
+) -> None:
+    """Draw rows as lines, one for each label, each point the median of the rows with the same x.
+
+    Args:
+        names: Names of the axes, x and y.
+    """
+    lines = {
+        name: [(at, median(map(y, of_point))) for at, of_point in grouped(of_line, x)]
+        for name, of_line in grouped(rows, label)
+    }
+    draw_lines(axis, lines, *names)
+
+
 def draw_bars(
     axis: Any, bars: Mapping[str, float | Mapping[str, float]], x_label: str, number: str = "{:,.0f}"
 ) -> None:
@@ -103,9 +126,17 @@ def legend_below(axis: Any) -> None:
     axis.figure.legend(handles, labels, loc="outside lower left", ncols=len(labels), frameon=False)
 
 
-def select(rows: Sequence[dict[str, Any]], **setting: Any) -> list[dict[str, Any]]:
+def select(rows: Sequence[Row], **setting: Any) -> list[Row]:
     """Return the rows with the fields given."""
     return [row for row in rows if setting.items() <= row.items()]
+
+
+def grouped(rows: Iterable[Row], key: Callable[[Row], Key]) -> Iterable[tuple[Key, list[Row]]]:
+    """Return the rows of each key, in the order of their first rows."""
+    groups: dict[Key, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups.items()
 
 
 def _kind(path: Path) -> str:

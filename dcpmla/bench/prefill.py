@@ -2,13 +2,12 @@
 every backend, over all keys and under masks of selected ones.
 """
 
-import argparse
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from itertools import product
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,22 +15,22 @@ from torch import Tensor
 from dcpmla.attention.backends.calls import PrefillCall, Segments, join_keys
 from dcpmla.attention.backends.choice import PREFILL_BACKENDS, Backend
 from dcpmla.attention.backends.mask import selection_mask, unpack_mask
-from dcpmla.bench.options import add_measured
-from dcpmla.bench.plots import draw_lines, new_figure, save_figure, select
-from dcpmla.bench.results import Row, dtype_name, error_fields, is_within, leave_out
+from dcpmla.bench.options import single
+from dcpmla.bench.plots import draw_rows, new_figure, save_figure, select
+from dcpmla.bench.results import Row, error_fields, leave_out
 from dcpmla.bench.runner import Benchmark
-from dcpmla.bench.timing import calls_over, num_rotated, time_operation
+from dcpmla.bench.timing import num_rotated
 from dcpmla.cli.options import positive
 
 _DIMS = (128, 64, 128)  # nope, rope and value widths of a head: DeepSeek V2 and V3, Kimi-K2
 _SCALE = (_DIMS[0] + _DIMS[1]) ** -0.5
-_SAMPLE_SECONDS = 1.0  # time for the samples of one kernel
 _CHECKED_ROWS = 32  # queries of two heads, compared with float64
 _LARGEST_ERROR = 0.02  # out or lse: bfloat16 stays below 0.005; a larger error means that something else was computed
+_HEADS = "heads of one rank: 16 are DeepSeek-V3's with -tp 8"
+_TOPK = "keys that each new token selects: more keys than that are measured under a mask as well"
 
 
-@dataclass(frozen=True)
-class PrefillCase:
+class PrefillCase(NamedTuple):
     """New tokens over themselves where context is 0, else over so many cached tokens.
 
     Attributes:
@@ -131,22 +130,20 @@ class PrefillBenchmark(Benchmark[PrefillCase, PrefillInputs]):
     ranks_of = "one"
     plot_help = "TFLOP/s"
 
-    @staticmethod
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
-        add = parser.add_argument
-        heads = "heads of one rank: 16 are DeepSeek-V3's with -tp 8"
-        add("--heads", type=positive, default=16, metavar="H", help=heads)
-        add_measured(parser, tokens="2048,4096,8192,16384", context="8192,32768,131072")
-        topk = "keys that each new token selects: more keys than that are measured under a mask as well"
-        add("--topk", type=positive, metavar="K", help=topk)
+    options = {
+        "heads": single(positive, 16, "H", _HEADS),
+        "tokens": "2048,4096,8192,16384",
+        "context": "8192,32768,131072",
+        "topk": single(positive, None, "K", _TOPK),
+    }
+    sample_seconds = 1.0
 
     def cases(self) -> Iterator[PrefillCase]:
-        for tokens in self.args.tokens:
-            for context in (0, *self.args.context):
-                case = PrefillCase(self.args.heads, tokens, context, topk=None)
-                yield case
-                if self.args.topk is not None and case.num_keys > self.args.topk:
-                    yield replace(case, topk=self.args.topk)
+        for tokens, context in product(self.args.tokens, (0, *self.args.context)):
+            case = PrefillCase(self.args.heads, tokens, context, topk=None)
+            yield case
+            if self.args.topk is not None and case.num_keys > self.args.topk:
+                yield case._replace(topk=self.args.topk)
 
     def inputs(self, case: PrefillCase) -> PrefillInputs:
         return PrefillInputs(case, self.dtype, self.device)
@@ -155,37 +152,34 @@ class PrefillBenchmark(Benchmark[PrefillCase, PrefillInputs]):
         rows = []
         for backend in PREFILL_BACKENDS:
             if not backend.obstacle_to(inputs.call(0)):
-                try:
+                with leave_out(f"{backend.name} of {case}", (ImportError, RuntimeError)):
                     rows.append(self._row(backend, inputs))
-                except (ImportError, RuntimeError) as error:  # others' code: we measure without it
-                    leave_out(f"{backend.name} of {case}", error)
         return rows
 
     def _row(self, backend: Backend[PrefillCall], inputs: PrefillInputs) -> Row:
-        case = inputs.case
+        case, num_sets = inputs.case, len(inputs.sets)
         start = time.perf_counter()
         errors = inputs.errors(*backend.run(inputs.call(0)))  # reading them waits for the device
-        first_call = time.perf_counter() - start
-        calls = calls_over(len(inputs.sets), self.device)
-        timing = time_operation(lambda index: backend.run(inputs.call(index)), self.device, calls, _SAMPLE_SECONDS)
-        return {
+        first_call_ms = round((time.perf_counter() - start) * 1e3, 1)
+        timing = self.time(lambda index: backend.run(inputs.call(index)), num_sets)
+        fields = {
             "kernel": backend.name,
-            **asdict(case),
             "causal": case.causal,
-            "dtype": dtype_name(self.dtype),
-            "num_sets": len(inputs.sets),
-            "first_call_ms": round(first_call * 1e3, 1),
-            **timing.fields(1),
+            "num_sets": num_sets,
+            "first_call_ms": first_call_ms,
             "tflops": round(case.flops / timing.median_us / 1e6, 3),
             **error_fields(*errors),
         }
+        return self.row(case._asdict(), timing, fields, digits=1)
 
-    def line(self, row: Row) -> str:
-        case = PrefillCase(row["heads"], row["tokens"], row["context"], row["topk"])
-        is_right = is_within(row, _LARGEST_ERROR, "error", "lse_error")
+    @staticmethod
+    def limits(row: Row) -> dict[str, float]:
+        return {"error": _LARGEST_ERROR, "lse_error": _LARGEST_ERROR}
+
+    def line(self, case: PrefillCase, row: Row) -> str:
         time = f"{row['median_us']:>12,.1f} us {row['tflops']:>8,.1f} TFLOP/s"
         first_call = f"first call {row['first_call_ms']:>8,.1f} ms"
-        errors = f"error {row['error']} of lse {row['lse_error']}{'' if is_right else '   WRONG'}"
+        errors = f"error {row['error']} of lse {row['lse_error']}"
         return f"{case!s:<49} {row['kernel']:<10} {time}   {first_call}   {errors}"
 
     @staticmethod
@@ -198,12 +192,9 @@ class PrefillBenchmark(Benchmark[PrefillCase, PrefillInputs]):
             (axes[0], "tokens", select(rows, causal=True), "new tokens, causal"),
             (axes[1], "context", select(rows, causal=False, tokens=longest), f"context of {longest:,} new tokens"),
         ):
-            lines: dict[str, list[tuple[float, float]]] = {}
-            for row in shown:
-                name = f"{row['kernel']}, top {row['topk']:,}" if row.get("topk") else row["kernel"]
-                lines.setdefault(name, []).append((row[over], row["tflops"]))
-            draw_lines(axis, lines, label, "TFLOP/s")
+            draw_rows(axis, shown, itemgetter(over), itemgetter("tflops"), _series, (label, "TFLOP/s"))
         save_figure(path, figure)
 
 
-BENCHMARK = PrefillBenchmark
+def _series(row: Row) -> str:
+    return f"{row['kernel']}, top {row['topk']:,}" if row.get("topk") else row["kernel"]

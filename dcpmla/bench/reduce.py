@@ -2,8 +2,8 @@
 
 import argparse
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dcpmla.bench.exchange_inputs import row_error
-from dcpmla.bench.options import add_measured
-from dcpmla.bench.results import Row, dtype_name, finite, is_within
-from dcpmla.bench.runner import Benchmark, Kept
-from dcpmla.bench.timing import calls_per_sample, largest, time_operation
+from dcpmla.bench.options import single
+from dcpmla.bench.results import Row, finite
+from dcpmla.bench.runner import Benchmark
+from dcpmla.bench.timing import calls_per_sample, largest
 from dcpmla.cli.options import positive
 from dcpmla.comm.calls import NormedSum
 from dcpmla.comm.norm import add_norm, rms_norm
@@ -31,8 +31,7 @@ _LARGEST_ERRORS = {"bfloat16": 0.02, "float32": 1e-5}
 AddNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[PlainRows, Tensor]]
 
 
-@dataclass(frozen=True)
-class Reduced:
+class Reduced(NamedTuple):
     """One backend, tokens of a step."""
 
     exchange: str
@@ -94,11 +93,15 @@ class SymmMemReduce:
 class ReduceBenchmark(Benchmark[Reduced, ReduceInputs]):
     """Every backend on the same rows."""
 
+    options = {
+        "tokens": "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192",
+        "row_width": single(positive, 7168, "N", "the model's hidden size"),
+    }
+
     def __init__(self, args: argparse.Namespace, job: Job) -> None:
         super().__init__(args, job)
         num_ranks, device = job.ranks.num_ranks, self.device
         group = init_mesh(num_ranks, 1).tp_group
-        self.kept: Kept[ReduceInputs] = Kept()  # the same for all backends
         selected = select_reduce(group, device)
         self.backends: dict[str, AddNorm] = {selected.name: selected.add_norm}
         if selected.name == "direct":
@@ -109,39 +112,30 @@ class ReduceBenchmark(Benchmark[Reduced, ReduceInputs]):
                 self.backends[f"symm_mem_{name}"] = reduce.add_norm
         self.backends["collective"] = CollectiveReduce(group).add_norm  # last: it adds to the rows
 
-    @staticmethod
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
-        add_measured(parser, tokens="1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192")
-        parser.add_argument("--row-width", type=positive, default=7168, metavar="N", help="the model's hidden size")
-
     def cases(self) -> Iterator[Reduced]:
-        yield from (Reduced(name, tokens) for tokens in self.args.tokens for name in self.backends)
+        return (Reduced(name, tokens) for tokens in self.args.tokens for name in self.backends)
 
     def inputs(self, case: Reduced) -> ReduceInputs:
         shape = case.tokens, self.args.row_width
         return self.kept.get(shape, lambda: ReduceInputs(calls_per_sample(self.device), shape, self.dtype, self.device))
 
     def measure(self, case: Reduced, inputs: ReduceInputs) -> list[Row]:
-        backend = self.backends[case.exchange]
+        backend, ranks = self.backends[case.exchange], self.job.ranks
         error = inputs.error(backend)
-        timing = time_operation(partial(inputs.run, backend), self.device)
-        return [
-            {
-                "operation": "add_norm",
-                **asdict(case),
-                "row_width": self.args.row_width,
-                "tp": self.job.ranks.num_ranks,
-                "gpus_per_node": self.job.ranks.num_local_ranks,
-                "dtype": dtype_name(self.dtype),
-                **timing.fields(2),
-                "error": finite(largest(error, self.device)),
-            }
-        ]
+        timing = self.time(partial(inputs.run, backend))
+        fields = {
+            "operation": "add_norm",
+            "row_width": self.args.row_width,
+            "tp": ranks.num_ranks,
+            "gpus_per_node": ranks.num_local_ranks,
+            "error": finite(largest(error, self.device)),
+        }
+        return [self.row(case._asdict(), timing, fields)]
 
-    def line(self, row: Row) -> str:
-        is_right = is_within(row, _LARGEST_ERRORS[row["dtype"]])
-        load = f"{row['tp']} ranks, {row['tokens']:>6,} tokens of {row['row_width']}"
-        return f"{row['exchange']:<18} {load} {row['median_us']:>10,.1f} us{'' if is_right else '  WRONG'}"
+    @staticmethod
+    def limits(row: Row) -> dict[str, float]:
+        return {"error": _LARGEST_ERRORS[row["dtype"]]}
 
-
-BENCHMARK = ReduceBenchmark
+    def line(self, case: Reduced, row: Row) -> str:
+        load = f"{row['tp']} ranks, {case.tokens:>6,} tokens of {row['row_width']}"
+        return f"{case.exchange:<18} {load} {row['median_us']:>10,.1f} us"

@@ -4,7 +4,8 @@ import argparse
 import math
 import os
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,9 +27,9 @@ _NAMES = """
     is_chosen in_graph step_us device_us us_per_moe_layer num_kernels prefill_* median_us first_call_ms
     added_us_per_layer *_us tflops gb_per_s index_bytes index_gb_per_s bytes_read floor_share speedup_over_*
     scaling_efficiency error lse_error different tokens_per_second acceptance is_adaptive tokens_a_step
-    engine load call tag num_turns turn_len import_seconds start_seconds url request_rate seconds *_per_second
+    engine load call tag num_turns turn_len import_seconds start_seconds request_rate seconds *_per_second
     queue_seconds_* time_to_first_token_* time_per_token_* end_to_end_seconds_* inter_token_*
-    kv_cache_bytes_per_rank kv_tokens_total num_fit_mean num_fit_largest max_num_running num_lost
+    kv_cache_bytes_per_rank kv_tokens_total num_fit_mean num_fit_largest max_num_running
     num_preemptions num_cached_tokens servers source scaled_time_to_first_token num_conversations num_prompt_tokens
     num_prompts accuracy tokens_as_* logits_from_* unsharded_bf16_*
 """
@@ -58,14 +59,22 @@ def error_fields(error: float, lse_error: float) -> Row:
     return {"error": finite(error), "lse_error": finite(lse_error)}
 
 
-def leave_out(name: str, error: Exception) -> None:
-    """Print that something is not measured, and why."""
-    print(f"left out: {name}: {str(error).strip().partition(chr(10))[0] or type(error).__name__}", flush=True)
+def left_out(name: str, error: Exception) -> str:
+    """Return the line to print on something that is not measured, and why."""
+    return f"left out: {name}: {str(error).strip().partition(chr(10))[0] or type(error).__name__}"
 
 
-def is_within(row: Row, limit: float, *errors: str) -> bool:
-    """Return whether fields of a row, or "error", are finite and at most a limit."""
-    return all(row[name] is not None and row[name] <= limit for name in errors or ("error",))
+@contextmanager
+def leave_out(name: str, errors: type[Exception] | tuple[type[Exception], ...] = Exception) -> Iterator[None]:
+    """Run a block, and if it fails, print that something is not measured.
+
+    Args:
+        errors: Errors by which it may fail; by default any, as others' code may raise anything.
+    """
+    try:
+        yield
+    except errors as error:
+        print(left_out(name, error), flush=True)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

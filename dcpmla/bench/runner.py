@@ -1,17 +1,20 @@
 """The runner of all benchmarks: options, time limit, cases that do not fit, memory on all ranks, printing, files."""
 
 import argparse
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
+from dcpmla.bench.options import add_options
 from dcpmla.bench.plots import check_outputs
-from dcpmla.bench.results import Row, add_commit_argument, write_results
-from dcpmla.bench.timing import TimeLimit
+from dcpmla.bench.results import Row, add_commit_argument, dtype_name, write_results
+from dcpmla.bench.timing import Operation, TimeLimit, Timing, calls_over, time_operation, time_with_result
 from dcpmla.cli.options import add_job_arguments, join, seconds, start
 from dcpmla.job.bootstrap import Ranks, agree
 from dcpmla.job.faults import is_out_of_memory
@@ -23,7 +26,24 @@ _TIME_LIMIT = 450  # seconds
 
 Case = TypeVar("Case")
 Inputs = TypeVar("Inputs")
+Result = TypeVar("Result")
 Value = TypeVar("Value")
+
+
+class Kept:
+    """The last value made: neighboring cases share their inputs, and the old ones are freed before new ones are
+    made.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[Hashable, Any] | None = None
+
+    def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        """Return the value made for a key, if it is the last one's; else make it."""
+        if self._last is None or self._last[0] != key:
+            self._last = None
+            self._last = key, make()
+        return self._last[1]
 
 
 class Benchmark(Generic[Case, Inputs]):
@@ -33,22 +53,29 @@ class Benchmark(Generic[Case, Inputs]):
         ranks_of: Number of ranks that may measure: "one", "tp" (the value of -tp) or "any".
         has_engine: Whether it runs a model: it then adds `generate`'s options itself, and has no default time limit.
         plot_help: Description of the plot; "" where there is no plot.
+        options: Options of its own, as `add_options` takes them.
+        sample_seconds: Limit for the samples of one operation.
         args, job, device: Options, job that measures, this rank's device.
         dtype: Dtype of tensors that are not quantized: bfloat16 on GPUs, float32 on CPUs.
+        kept: Inputs that neighboring cases share.
     """
 
     ranks_of: ClassVar[str] = "any"
     has_engine: ClassVar[bool] = False
     plot_help: ClassVar[str] = ""
+    options: ClassVar[Mapping[str, Any]] = {}
+    sample_seconds: ClassVar[float] = math.inf
 
     def __init__(self, args: argparse.Namespace, job: Job) -> None:
         self.args, self.job = args, job
         self.device = job.ranks.device
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.kept = Kept()
 
-    @staticmethod
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         """Add the benchmark's own options."""
+        add_options(parser, cls.options)
 
     @staticmethod
     def check(args: argparse.Namespace, ranks: Ranks) -> None:
@@ -68,12 +95,44 @@ class Benchmark(Generic[Case, Inputs]):
         """Return the rows of a case. Collective over the job."""
         raise NotImplementedError
 
-    def text(self, rows: Sequence[Row]) -> str:
-        """Return the text to print for a case's rows."""
-        return "\n".join(map(self.line, rows)) or "no kernel took this case"
+    def product(self, *options: str) -> Iterator[tuple[Any, ...]]:
+        """Yield the combinations of what options list; the last option's items vary fastest."""
+        yield from product(*(getattr(self.args, name) for name in options))
 
-    def line(self, row: Row) -> str:
-        """Return the text to print for a row."""
+    def time(self, operation: Operation, num_sets: int | None = None) -> Timing:
+        """Time an operation that rotates through sets of inputs, by default one for each call. Collective."""
+        calls = None if num_sets is None else calls_over(num_sets, self.device)
+        return time_operation(operation, self.device, calls, self.sample_seconds)
+
+    def time_with_result(self, operation: Callable[[int], Result], num_sets: int) -> tuple[Timing, Result]:
+        """Time as `time` does; also return the result of the last timed call."""
+        return time_with_result(operation, self.device, calls_over(num_sets, self.device), self.sample_seconds)
+
+    def row(self, case: Row, timing: Timing, fields: Mapping[str, Any], digits: int = 2) -> Row:
+        """Return a row: the fields of a case, a time in microseconds with so many digits, and further fields."""
+        return {**case, "dtype": dtype_name(self.dtype), **timing.fields(digits), **fields}
+
+    @staticmethod
+    def limits(row: Row) -> Mapping[str, float]:
+        """Return the largest right values of a row's errors, by their fields."""
+        return {}
+
+    @classmethod
+    def wrong(cls, row: Row) -> list[str]:
+        """Return the fields of a row's errors that are not finite or beyond their limits."""
+        limits = cls.limits(row)
+        return [name for name in limits if row[name] is None or not row[name] <= limits[name]]
+
+    def text(self, case: Case, rows: Sequence[Row]) -> str:
+        """Return the text to print for a case's rows."""
+        return "\n".join(map(partial(self._marked, case), rows)) or "no kernel took this case"
+
+    def _marked(self, case: Case, row: Row) -> str:
+        wrong = ", ".join(f"{name} {row[name]}" for name in self.wrong(row))
+        return self.line(case, row) + (f"   WRONG: {wrong}" if wrong else "")
+
+    def line(self, case: Case, row: Row) -> str:
+        """Return the text to print for a row, but for a mark of wrong results."""
         raise NotImplementedError
 
     def summary(self, rows: Sequence[Row]) -> Iterable[str]:
@@ -91,22 +150,6 @@ class Benchmark(Generic[Case, Inputs]):
 
     def close(self) -> None:
         """Free what outlives the cases."""
-
-
-class Kept(Generic[Value]):
-    """The last value made: neighboring cases share their inputs, and the old ones are freed before new ones are
-    made.
-    """
-
-    def __init__(self) -> None:
-        self._last: tuple[Hashable, Value] | None = None
-
-    def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """Return the value made for a key, if it is the last one's; else make it."""
-        if self._last is None or self._last[0] != key:
-            self._last = None
-            self._last = key, make()
-        return self._last[1]
 
 
 def add_arguments(kind: type[Benchmark[Any, Any]], parser: argparse.ArgumentParser) -> None:
@@ -139,10 +182,10 @@ def run(kind: type[Benchmark[Any, Any]], args: argparse.Namespace) -> None:
             print(f"ranks: {job.ranks.origin}", flush=True)
         rows: list[Row] = []
         with closing(kind(args, job)) as benchmark:
-            for case_rows in _measure(benchmark):
+            for case, case_rows in _measure(benchmark):
                 rows += case_rows
                 if is_first:
-                    print(benchmark.text(case_rows), flush=True)
+                    print(benchmark.text(case, case_rows), flush=True)
             job.watchdog.enter("writing the results", LOAD_TIMEOUT)
             if is_first:
                 for line in benchmark.summary(rows):
@@ -169,8 +212,8 @@ def _check_ranks(kind: type[Benchmark[Any, Any]], args: argparse.Namespace, info
         raise ValueError(f"bench {args.benchmark} measures one device, but {started}; start one")
 
 
-def _measure(benchmark: Benchmark[Any, Any]) -> Iterator[list[Row]]:
-    """Yield the rows of one case after the other until time is over; skip cases that do not fit, with a line."""
+def _measure(benchmark: Benchmark[Case, Any]) -> Iterator[tuple[Case, list[Row]]]:
+    """Yield one case after the other with its rows until time is over; skip cases that do not fit, with a line."""
     args, ranks, watchdog = benchmark.args, benchmark.job.ranks, benchmark.job.watchdog
     limit = TimeLimit(args.time_limit, ranks.device)
     for case in benchmark.cases():
@@ -180,7 +223,7 @@ def _measure(benchmark: Benchmark[Any, Any]) -> Iterator[list[Row]]:
             return
         watchdog.enter(str(case), LOAD_TIMEOUT if benchmark.has_engine else _TIMEOUTS * args.timeout)
         try:
-            yield _rows(benchmark, case)
+            yield case, _rows(benchmark, case)
         except ValueError as error:
             if benchmark.has_engine:  # each of its cases must fit: this is a mistake
                 raise

@@ -5,10 +5,8 @@ how fast.
 import argparse
 import gc
 import math
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from importlib import import_module
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import torch
 
 from dcpmla.bench.load import Load, add_load, check_lengths, engine_fields, make_load, request_rate, served_row
+from dcpmla.bench.options import single
 from dcpmla.bench.plots import draw_bars, new_figure, save_figure
 from dcpmla.bench.results import Row
 from dcpmla.bench.runner import Benchmark
@@ -23,7 +22,6 @@ from dcpmla.cache.latent import num_blocks
 from dcpmla.cli.engine_arguments import add_engine_arguments
 from dcpmla.cli.options import build_engine, dcp_config, positive, positive_list, seed
 from dcpmla.config import DCPConfig
-from dcpmla.extras import needed_by
 from dcpmla.integrations.open_model import check_layout, open_model
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import Job
@@ -48,34 +46,28 @@ _PLOTTED = (  # fields of rows, their labels and formats
 
 
 class Serve(Benchmark[DCPConfig, None]):
-    """The same load under each DCP size.
-
-    Attributes:
-        lost: Message about requests that a server lost; empty if it lost none.
-    """
+    """The same load under each DCP size."""
 
     ranks_of = "tp"
     has_engine = True
     plot_help = "rates and mean latencies"
+    options = {
+        "request_rate": single(request_rate, "inf", "R", "requests a second, Poisson; inf: all at once"),
+        "num_requests": single(positive, 200, "N", "requests of the load"),
+        "input_lens": single(positive_list, "512,2048", "A,B", "tokens of a prompt are one of these"),
+        "output_lens": single(positive_list, "64,256", "A,B", "new tokens of a request are one of these"),
+        "seed": {"type": seed, "default": 0, "help": "of arrivals, lengths and tokens"},
+    }
 
     def __init__(self, args: argparse.Namespace, job: Job) -> None:
         super().__init__(args, job)
         self.files = open_model(args.model, args.max_model_len, args.revision)
         self.load = self._make_load(args.num_requests, args.request_rate, args.output_lens, args.seed)
-        self.lost = ""
 
-    @staticmethod
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         add_engine_arguments(parser, positive_list)
-        add = parser.add_argument
-        rate = "requests a second, Poisson; inf: all at once"
-        add("--request-rate", type=request_rate, default="inf", metavar="R", help=rate)
-        add("--num-requests", type=positive, default=200, metavar="N", help="requests of the load")
-        inputs, outputs = "tokens of a prompt are one of these", "new tokens of a request are one of these"
-        add("--input-lens", type=positive_list, default="512,2048", metavar="A,B", help=inputs)
-        add("--output-lens", type=positive_list, default="64,256", metavar="A,B", help=outputs)
-        add("--seed", type=seed, default=0, help="of arrivals, lengths and tokens")
-        add("--url", metavar="http://HOST:PORT", help="drive a running server instead; its key: $DCPMLA_API_KEY")
+        super().add_arguments(parser)
 
     @staticmethod
     def check(args: argparse.Namespace, ranks: Ranks) -> None:
@@ -83,41 +75,11 @@ class Serve(Benchmark[DCPConfig, None]):
         for dcp in _dcp_configs(args):
             check_layout(files, dcp)
         check_lengths(files, {"--input-lens": max(args.input_lens), "--output-lens": max(args.output_lens)})
-        if args.url is not None:
-            with needed_by("url (--url)"):
-                import_module("dcpmla.bench.http_load")
-        if args.url is not None and (not args.url.startswith("http://") or args.plot):
-            raise ValueError(f"url (--url) is {args.url!r}; it must begin with http://, and does not go with --plot")
 
     def cases(self) -> Iterator[DCPConfig]:
-        yield from _dcp_configs(self.args)[: 1 if self.args.url else None]
+        yield from _dcp_configs(self.args)
 
     def measure(self, case: DCPConfig, inputs: None) -> list[Row]:
-        return [self._measure_server() if self.args.url else self._measure_engine(case)]
-
-    def _measure_server(self) -> Row:
-        """Drive a server, which has its own layout, and was warmed up by its user.
-
-        Raises:
-            ValueError: All requests are lost.
-        """
-        from dcpmla.bench.http_load import describe_lost, drive, summary_row  # needs h11
-
-        args = self.args
-        answers = drive(args.url, self.load, os.environ.get("DCPMLA_API_KEY"))
-        if lost := describe_lost(answers):
-            self.lost = f"url (--url) is {args.url!r}; the server must answer all requests, but {lost}"
-        if all(answer.error for answer in answers):
-            raise ValueError(self.lost)
-        return {
-            "model": Path(args.model).name,
-            "url": args.url,
-            "request_rate": _rate(args),
-            **{name: getattr(args, name) for name in ("num_requests", "input_lens", "output_lens", "seed")},
-            **summary_row(self.load, answers),
-        }
-
-    def _measure_engine(self, case: DCPConfig) -> Row:
         gc.collect()  # a model refers to itself: the memory of the last one is wanted now
         torch.cuda.empty_cache()
         args = self.args
@@ -128,11 +90,8 @@ class Serve(Benchmark[DCPConfig, None]):
             self._serve(engine, "warm-up", self._warm_up())
             engine.stats = Stats()
             served = self._serve(engine, "load", self.load)
-        return {
-            **engine_fields(args, engine, chosen.exchange.name, _OPTIONS),
-            "request_rate": _rate(args),
-            **served,
-        }
+        rate = args.request_rate if math.isfinite(args.request_rate) else "inf"  # as JSON can hold it
+        return [{**engine_fields(args, engine, chosen.exchange.name, _OPTIONS), "request_rate": rate, **served}]
 
     def _check_room(self, engine: Engine) -> None:
         """Raise ValueError unless the longest request fits under all sizes, before any is served."""
@@ -164,14 +123,9 @@ class Serve(Benchmark[DCPConfig, None]):
             pass
         return served_row(engine, requests)
 
-    def line(self, row: Row) -> str:
-        if self.args.url:
-            return (
-                f"served: {row['requests_per_second']:,.2f} requests/s, {row['num_lost']} of {row['num_requests']} lost"
-            )
-        return (
-            f"served under dcp {row['dcp']}: {row['requests_per_second']:,.2f} requests/s, {row['num_fit_mean']:,} fit"
-        )
+    def line(self, case: DCPConfig, row: Row) -> str:
+        served = f"{row['requests_per_second']:,.2f} requests/s, {row['num_fit_mean']:,} fit"
+        return f"served under dcp {row['dcp']}: {served}"
 
     def summary(self, rows: Sequence[Row]) -> Iterator[str]:
         """Yield a table: a line for each name, a column for each DCP size."""
@@ -179,11 +133,6 @@ class Serve(Benchmark[DCPConfig, None]):
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         for name, *values in cells:
             yield "  ".join([name.ljust(widths[0]), *map(str.rjust, values, widths[1:])])
-
-    def close(self) -> None:
-        """Raise ValueError if some requests are lost: by now their number is printed and written."""
-        if self.lost:
-            raise ValueError(self.lost)
 
     @staticmethod
     def plot(path: Path, rows: Sequence[Row]) -> None:
@@ -203,11 +152,6 @@ def _dcp_configs(args: argparse.Namespace) -> list[DCPConfig]:
     return [dcp_config(args, size) for size in dict.fromkeys(args.decode_context_parallel_size)]
 
 
-def _rate(args: argparse.Namespace) -> float | str:
-    """Return the rate as JSON can hold it."""
-    return args.request_rate if math.isfinite(args.request_rate) else "inf"
-
-
 def _cell(value: Any) -> str:
     match value:
         case None:
@@ -220,6 +164,3 @@ def _cell(value: Any) -> str:
             return f"{value:,.4f}"
         case _:
             return ",".join(map(str, value))
-
-
-BENCHMARK = Serve

@@ -4,19 +4,19 @@ tokens.
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from dcpmla.bench.decode_inputs import Answer, Kernel, Ours
 from dcpmla.bench.exchange_inputs import exchange_of, with_direct
-from dcpmla.bench.options import add_measured
+from dcpmla.bench.options import directory_of, listed, single
 from dcpmla.bench.peers import PEERS, check_peers, load_peer
-from dcpmla.bench.results import Row, dtype_name, error_fields, is_within, leave_out
+from dcpmla.bench.plots import grouped
+from dcpmla.bench.results import Row, error_fields, leave_out
 from dcpmla.bench.runner import Benchmark
 from dcpmla.bench.sparse_inputs import AttentionInputs, SelectedRows, SelectionInputs, SparseCase
-from dcpmla.bench.timing import Timing, calls_over, largest, time_operation, time_with_result
+from dcpmla.bench.timing import Timing, calls_over, largest
 from dcpmla.cli.options import positive, positive_list
 from dcpmla.comm.exchange import Exchange, LocalExchange
 from dcpmla.config import DCPConfig
@@ -30,11 +30,10 @@ _SHARED = "shared_attention"
 _OPERATIONS = ("index_scores", "local_candidates", "gather_candidates", "choose_tokens")
 _MOST_DIFFERENT = 0.02  # share of the tokens: a sum in another order may exchange the last ones of topk
 _LARGEST_ERROR = 0.02  # limit for out and lse, as in `bench decode`
-_SAMPLE_SECONDS = 0.1  # limit for the samples of one operation
+_SHARED_KEYS = "rows of shared keys (DeepSeek-V4), of --context, that each new token attends to; instead of the rest"
 
 
-@dataclass(frozen=True)
-class Sparse:
+class Sparse(NamedTuple):
     """A selection over one index cache and exchange, or attention over one format of the cache."""
 
     operation: str
@@ -58,27 +57,28 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
 
     ranks_of = "tp"
 
+    options = {
+        "tensor_parallel_size": single(positive, 1, "N", "ranks of the job; 1 measures one rank of each -dcp"),
+        "decode_context_parallel_size": "1,2,4,8",
+        "dcp_comm_backend": None,
+        "heads": "128",
+        "batch": "1,8,32,64,128",
+        "context": "8192,32768,131072,524288",
+        "topk": single(positive, 2048, "K", "tokens that each new token selects"),
+        "index_heads": single(positive, 64, "H", "of the indexer"),
+        "index_cache_dtype": "auto,fp8",
+        "kv_cache_dtype": "bf16,fp8_ds_mla",
+        "shared_keys": listed(positive_list, _SHARED_KEYS, "N,..."),
+        "peers": directory_of("peers.py and FlashMLA's library, for a job of one rank"),
+    }
+    sample_seconds = 0.1
+
     def __init__(self, args: argparse.Namespace, job: Job) -> None:
         super().__init__(args, job)
         job.watchdog.enter("loading the peer", LOAD_TIMEOUT)
         self.make_peer = load_peer(_PEER, args.peers) if args.peers else None
-        self.exchanges = {dcp: self._find_exchanges(dcp) for dcp in sorted(set(args.decode_context_parallel_size))}
+        self.exchanges = {dcp: self._find_exchanges(dcp) for dcp in sorted(args.decode_context_parallel_size)}
         self.unsharded_us: dict[tuple[int, int, str], float] = {}
-
-    @staticmethod
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
-        add = parser.add_argument
-        tp = "ranks of the job; 1 measures one rank of each -dcp"
-        add("-tp", "--tensor-parallel-size", type=positive, default=1, metavar="N", help=tp)
-        add_measured(parser, decode_context_parallel_size="1,2,4,8", dcp_comm_backend=None, heads="128")
-        add_measured(parser, batch="1,8,32,64,128", context="8192,32768,131072,524288")
-        add("--topk", type=positive, default=2048, metavar="K", help="tokens that each new token selects")
-        add("--index-heads", type=positive, default=64, metavar="H", help="of the indexer")
-        add_measured(parser, index_cache_dtype="auto,fp8", kv_cache_dtype="bf16,fp8_ds_mla")
-        shared = "rows of shared keys (DeepSeek-V4), of --context, that each new token attends to; instead of the rest"
-        add("--shared-keys", type=positive_list, metavar="N,...", help=shared)
-        peers = "directory with peers.py and FlashMLA's library, for a job of one rank"
-        add("--peers", type=Path, metavar="DIR", help=peers)
 
     @staticmethod
     def check(args: argparse.Namespace, ranks: Ranks) -> None:
@@ -111,17 +111,13 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
         return {backend: exchange_of(group, device, dcp_comm_backend=backend) for backend in backends}
 
     def cases(self) -> Iterator[Sparse]:
-        args = self.args
-        for batch, context in product(dict.fromkeys(args.batch), dict.fromkeys(args.context)):
+        args, is_shared = self.args, bool(self.args.shared_keys)
+        for batch, context in self.product("batch", "context"):
             for dcp, exchanges in self.exchanges.items():
-                if args.shared_keys:
-                    for num_keys, name in product(dict.fromkeys(args.shared_keys), args.kv_cache_dtype):
-                        load = SparseCase(batch, context, num_keys, dcp, self.job.ranks.rank % dcp, is_shared=True)
-                        yield Sparse("attention", load, name)
-                    continue
-                load = SparseCase(batch, context, args.topk, dcp, self.job.ranks.rank % dcp)
-                yield from (Sparse("attention", load, name) for name in args.kv_cache_dtype)
-                for name, backend in product(args.index_cache_dtype, exchanges):
+                for topk, name in product(args.shared_keys or [args.topk], args.kv_cache_dtype):
+                    load = SparseCase(batch, context, topk, dcp, self.job.ranks.rank % dcp, is_shared)
+                    yield Sparse("attention", load, name)
+                for name, backend in () if is_shared else product(args.index_cache_dtype, exchanges):
                     yield Sparse("selection", load, name, backend)
 
     def inputs(self, case: Sparse) -> SelectionInputs | SelectedRows:
@@ -134,102 +130,85 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
     def measure(self, case: Sparse, inputs: SelectionInputs | SelectedRows) -> list[Row]:
         if isinstance(inputs, SelectionInputs):
             return [self._selection_row(case, inputs)]
-        return [self._attention_row(case.load, heads, inputs) for heads in dict.fromkeys(self.args.heads)]
+        return [self._attention_row(case.load, heads, inputs) for heads in self.args.heads]
 
     def _selection_row(self, case: Sparse, inputs: SelectionInputs) -> Row:
         """Time every operation alone, and all together."""
-        load, device = case.load, self.device
-        difference = largest(inputs.difference(), device)
-        calls = calls_over(inputs.num_sets, device)
-        times = {
-            name: time_operation(operation, device, calls, _SAMPLE_SECONDS)
-            for name, operation in inputs.operations.items()
-        }
+        load, difference = case.load, largest(inputs.difference(), self.device)
+        times = {name: self.time(operation, inputs.num_sets) for name, operation in inputs.operations.items()}
         total = times["selection"]
         key = load.batch, load.context, case.cache_dtype
         unsharded_us = self.unsharded_us.get(key)
         if load.dcp_size == 1:
             self.unsharded_us[key] = round(total.median_us, 2)
-        return {
+        fields = {
             "operation": "selection",
-            **self._sizes(load),
             "exchange": case.exchange,
             "heads": inputs.q.shape[2],
             "index_cache_dtype": inputs.index_cache_dtype,
             "num_sets": inputs.num_sets,
-            **total.fields(2),
             **{f"{name}_us": round(times[name].median_us, 2) if name in times else None for name in _OPERATIONS},
             "index_bytes": inputs.index_bytes,
             "index_gb_per_s": round(inputs.index_bytes / times["index_scores"].median_us / 1e3, 1),
             "different": round(difference, 5),
             "speedup_over_dcp_1": None if unsharded_us is None else round(unsharded_us / total.median_us, 3),
         }
+        return self.row(load.sizes, total, fields)
 
     def _attention_row(self, load: SparseCase, heads: int, rows: SelectedRows) -> Row:
         """Time our kernel, and the peer where it takes the case."""
         inputs = AttentionInputs(load, heads, rows)
         timing, errors = self._attend(Ours(inputs), inputs)
-        row = {
+        fields = {
             "operation": _SHARED if load.is_shared else "attention",
-            **self._sizes(load),
             "heads": heads,
             "kv_cache_dtype": rows.kv_cache_dtype,
             "num_sets": len(rows),
             "num_selected": round(float(rows.num_slots.double().mean()), 1),
-            **timing.fields(2),
             **errors,
             "flashmla_us": None,
             "speedup_over_flashmla": None,
         }
+        row = self.row(load.sizes, timing, fields)
         if self.make_peer is not None and PEERS[_PEER].match(inputs.case):
-            try:
+            with leave_out(f"flashmla of {load}, {heads} heads"):
                 peer_timing, peer_errors = self._attend(self.make_peer(inputs), inputs)
-            except Exception as error:  # others' code: whatever it raises, ours was measured
-                leave_out(f"flashmla of {load}, {heads} heads", error)
-                return row
-            row["flashmla_us"] = round(peer_timing.median_us, 2)
-            if all(is_within(each, _LARGEST_ERROR, "error", "lse_error") for each in (errors, peer_errors)):
-                row["speedup_over_flashmla"] = round(peer_timing.median_us / timing.median_us, 3)
+                row["flashmla_us"] = round(peer_timing.median_us, 2)
+                if not self.wrong(row) and not self.wrong(row | peer_errors):
+                    row["speedup_over_flashmla"] = round(peer_timing.median_us / timing.median_us, 3)
         return row
 
     def _attend(self, kernel: Kernel, inputs: AttentionInputs) -> tuple[Timing, Row]:
         """Return a kernel's time, and the largest errors of its last timed call on any rank. Collective."""
-        calls = calls_over(len(inputs.caches), self.device)
-        timing, last = time_with_result(kernel.launch, self.device, calls, _SAMPLE_SECONDS)
-        errors = Answer(inputs, calls - 1).errors(*kernel.result(*last))
+        num_sets = len(inputs.caches)
+        timing, last = self.time_with_result(kernel.launch, num_sets)
+        errors = Answer(inputs, calls_over(num_sets, self.device) - 1).errors(*kernel.result(*last))
         return timing, error_fields(*(largest(error, self.device) for error in errors))
 
-    def _sizes(self, load: SparseCase) -> Row:
-        sizes = {"batch": load.batch, "context": load.context, "topk": load.topk, "dcp": load.dcp_size}
-        return {**sizes, "dtype": dtype_name(self.dtype)}
+    @staticmethod
+    def limits(row: Row) -> dict[str, float]:
+        if row["operation"] == "selection":
+            return {"different": _MOST_DIFFERENT}
+        return {"error": _LARGEST_ERROR, "lse_error": _LARGEST_ERROR}
 
-    def line(self, row: Row) -> str:
+    def line(self, case: Sparse, row: Row) -> str:
         times = [f"{key.removesuffix('_us')} {row[key]:>8,.1f}" for key in row if key.endswith("_us") and row[key]]
         rate = [f"{row['index_gb_per_s']:>7,.1f} GB/s"] if row["operation"] == "selection" else []
         ratio = row[_ratio_key(row)]
         ratios = [] if ratio is None else [f"{ratio:.2f} x"]
         load = f"{row['batch']} x {row['context']:,}"
-        cells = [f"{_name(row):<46} {load:>14}", "us:", *times, *rate, *ratios, *([] if is_right(row) else ["WRONG"])]
-        return "  ".join(cells)
+        return "  ".join([f"{_name(row):<46} {load:>14}", "us:", *times, *rate, *ratios])
 
     def summary(self, rows: Sequence[Row]) -> Iterator[str]:
         """Yield wrong results, the speed of selections relative to dcp 1, and of attention relative to the peer."""
-        for name in dict.fromkeys(map(_name, rows)):
-            results = [row for row in rows if _name(row) == name]
+        for name, results in grouped(rows, _name):
             key = _ratio_key(results[0])
-            line = f"{name}: {sum(not is_right(row) for row in results)} of {len(results)} wrong"
+            line = f"{name}: {sum(bool(self.wrong(row)) for row in results)} of {len(results)} wrong"
             if ratios := [row[key] for row in results if row[key] is not None]:
                 baseline = key.removeprefix("speedup_over_").replace("_", " ")
                 line += f"; {median(ratios):.2f} x {baseline}'s speed in the median"
                 line += f", {min(ratios):.2f} x to {max(ratios):.2f} x"
             yield line
-
-
-def is_right(row: Row) -> bool:
-    """Return whether our operators' results are right."""
-    if row["operation"] == "selection":
-        return bool(row["different"] <= _MOST_DIFFERENT)
-    return is_within(row, _LARGEST_ERROR, "error", "lse_error")
 
 
 def _ratio_key(row: Row) -> str:
@@ -244,6 +223,3 @@ def _name(row: Row) -> str:
     if row["operation"] == "attention":
         return f"attention, dcp {row['dcp']}, {row['heads']} heads, {row['kv_cache_dtype']} cache"
     return f"selection, dcp {row['dcp']}, {row['exchange']}, {row['index_cache_dtype']} index cache"
-
-
-BENCHMARK = SparseBenchmark

@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from dcpmla.bench.cache_formats import (
     storage_dtype,
 )
 from dcpmla.bench.decode_inputs import LATENT_DIM, ROPE_DIM, Caches, DecodeCase, DecodeInputs
+from dcpmla.bench.results import Row
 from dcpmla.bench.timing import Operation, num_rotated
 from dcpmla.cache import formats, shared_format
 from dcpmla.cache.index_keys import index_row_width, index_storage_dtype, index_to_fp8
@@ -32,8 +32,7 @@ BLOCK_SIZE = 64
 _INDEX_DIM = 128  # DeepSeek-V3.2 and GLM-5
 
 
-@dataclass(frozen=True)
-class SparseCase:
+class SparseCase(NamedTuple):
     """One new token for each of `batch` requests of one length, on one of W = dcp_size ranks.
 
     Attributes:
@@ -48,6 +47,11 @@ class SparseCase:
     dcp_size: int = 1
     dcp_rank: int = 0
     is_shared: bool = False
+
+    @property
+    def sizes(self) -> Row:
+        """Fields of a row."""
+        return {"batch": self.batch, "context": self.context, "topk": self.topk, "dcp": self.dcp_size}
 
     @property
     def num_local(self) -> int:

@@ -1,24 +1,28 @@
 """A stack of attention layers with random weights: a decode step without MLPs, timed as a whole and part by part."""
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dcpmla.attention.costs import LayerReads
+from dcpmla.attention.backends.calls import decode_workspace
 from dcpmla.attention.placement import Placement
+from dcpmla.attention.stack import Stack as AttentionStack
 from dcpmla.attention.step.metadata import StepMetadata
-from dcpmla.bench.timing import Timing, calls_over, time_operation
+from dcpmla.attention.step.table import StepRequests
+from dcpmla.bench.timing import Operation, Timing, calls_over, num_rotated, time_operation
 from dcpmla.cache.layers import Cache
 from dcpmla.comm.exchange import LocalExchange
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.parallel.mesh import DCPMesh
 
-PARTS = ("projections", "selection", "gather", "attention", "combine", "output")
 CANDIDATES = "candidates"  # exchange of the selection, also timed alone
+_ORDER = ("total", "projections", "selection", CANDIDATES, "gather", "attention", "combine", "output")
+PARTS = tuple(name for name in _ORDER if name not in ("total", CANDIDATES))
 _WEIGHT_STD = 0.02
 MOST_STEPS = 32  # over different blocks: nodes of a graph that small caches may cost
 _SAMPLE_SECONDS = 0.2  # limit for the samples of one part
@@ -59,118 +63,157 @@ class StackSizes:
         return DCPConfig(tensor_parallel_size=mesh.tp_size, decode_context_parallel_size=mesh.dcp_size, **options)
 
 
-class Stack:
+class Stack(ABC):
     """Attention layers, residual around each, over caches that hold `batch` requests of `context` tokens.
 
     Consecutive calls take other rows of the caches, so many that the L2 holds none when its turn comes again. A
-    subclass makes layers, caches and steps.
+    subclass fills the caches, and runs the parts that differ from layer to layer.
 
     Args:
-        sizes: Number of layers and their load.
+        attention: Layers, all alike.
+        sizes: Load of the layers.
         dcp: Layout and formats of the caches, exchange of decode.
-        reads: Rows and keys that a request's token reads in each layer.
+        row_dim: Width of the rows that are merged; None for that of attention's rows.
     Attributes:
+        config: Geometry of the layers.
+        reads: Rows and keys that a request's token reads in each layer.
         parts: Parts of a step, from PARTS: no exchange where the cache is not sharded, no gather where queries are
             replicated, no selection in layers that do not select.
         layers: Layers, each with its own weights, random.
         cache: Caches of all layers.
         metadata: Metadata of each step; steps take other rows.
         hidden: Inputs of the steps [num_steps, batch, hidden].
-        q, group_rows, group_lse: Tensors that the exchange moves: this rank's queries, the group's partial outputs.
+        q, rows, lse: Queries, merged rows and their LSE, of this rank's heads.
+        group_q, group_rows, group_lse: The same of the group's heads, before the merge.
+    Raises:
+        ValueError: Heads do not divide, options that the layers do not have, or a cache that does not fit.
     """
 
-    layers: Sequence[Any]
-    cache: Cache
-    metadata: list[StepMetadata]
-    hidden: Tensor
-    q: Tensor
-    group_rows: Tensor
-    group_lse: Tensor
-
-    def __init__(self, sizes: StackSizes, dcp: DCPConfig, reads: LayerReads) -> None:
-        mesh = sizes.mesh
-        self.dcp, self.reads, self.device, self.dtype = dcp, reads, sizes.device, sizes.dtype
+    def __init__(
+        self, attention: AttentionStack, sizes: StackSizes, dcp: DCPConfig, row_dim: int | None = None
+    ) -> None:
+        mesh, batch, context, device, dtype = sizes.mesh, sizes.batch, sizes.context, sizes.device, sizes.dtype
+        self.config, self.dcp, self.device, self.dtype = attention.config, dcp, device, dtype
+        self.reads = reads = attention.layers[0].reads(context)
         missing = ("gather", "combine") if mesh.dcp_size == 1 else ("gather",) if dcp.dcp_q_replicate else ()
         if not reads.num_keys:
             missing = (*missing, "selection")
         self.parts = tuple(part for part in PARTS if part not in missing)
-        self.exchange = select_exchange(dcp, mesh.dcp_group, self.device).exchange
-        self.placement = Placement(dcp, mesh, self.exchange, self.dtype, self.device)
-
-    def draw_weights(self) -> None:
-        """Draw the parameters of the layers at random."""
+        self.exchange = select_exchange(dcp, mesh.dcp_group, device).exchange
+        placement = Placement(dcp, mesh, self.exchange, dtype, device)
+        self.layers: list[Any] = [layer.new_layer(placement) for layer in attention.layers]
         for layer in self.layers:
             for parameter in layer.parameters():
                 parameter.normal_(std=_WEIGHT_STD)
+        one = attention.plan_cache(dcp, [context] * batch, dtype, batch)
+        self.attended_bytes = sizes.num_layers * batch * -(-reads.num_rows // mesh.dcp_size) * self.row_bytes(one)
+        # Selections take different rows of the same blocks, so that many need no more memory than few.
+        num_steps = num_rotated(self.attended_bytes, device, MOST_STEPS)
+        num_sets = min(num_steps, num_rotated(one.bytes_per_rank, device))
+        plan = attention.plan_cache(dcp, [context] * batch * num_sets, dtype, batch * num_steps)
+        self.cache: Cache = plan.allocate(device)
+        for cache in self.cache:
+            self.fill(cache)
+        blocks = torch.randperm(plan.num_blocks).view(num_sets, batch, -1).tolist()
+        states = torch.arange(batch * num_steps).view(num_steps, batch).tolist()
+        workspace, steps = decode_workspace(device), attention.step_builder(plan, dcp, mesh.dcp_rank, device)
+        self.metadata: list[StepMetadata] = []
+        for index, of_step in enumerate(states):
+            requests = StepRequests([1] * batch, [context] * batch, blocks[index % num_sets], of_step)
+            step = steps.build(requests, workspace=workspace)
+            self.metadata.append(attention.prepare(step, self._draw_angles, dtype))
+        heads = [self.config.num_heads // mesh.tp_size * size for size in (1, mesh.dcp_size)]
+        row_dim = row_dim or reads.out_dim
+        self.hidden = self.randn(num_steps, batch, self.config.hidden_size)
+        self.q, self.group_q = (self.randn(batch, number, reads.query_dim) for number in heads)
+        self.rows, self.group_rows = (self.randn(batch, number, row_dim) for number in heads)
+        self.lse, self.group_lse = (torch.randn(batch, number, device=device) for number in heads)
+
+    @abstractmethod
+    def row_bytes(self, plan: Any) -> int:
+        """Return the bytes of a cached row of a plan."""
+
+    @abstractmethod
+    def fill(self, cache: Any) -> None:
+        """Fill a layer's cache with random rows."""
+
+    @property
+    @abstractmethod
+    def rope_dim(self) -> int:
+        """Return the number of columns with positions."""
+
+    def _draw_angles(self, positions: Tensor, _: str) -> Tensor:
+        return torch.randn(len(positions), self.rope_dim, device=self.device)
 
     def randn(self, *shape: int) -> Tensor:
         """Return random numbers in the model's dtype."""
         return torch.randn(shape, device=self.device, dtype=self.dtype)
 
-    def timings(self) -> dict[str, Timing]:
-        """Time the whole stack ("total") and the parts that a step has. Collective over the job.
+    def operations(self) -> dict[str, Operation]:
+        """Return the whole step ("total"), the parts and CANDIDATES, which is what a selection exchanges.
 
         Parts: "projections", all before the exchange of queries, or before attention where queries are replicated, but
         for "selection", from its queries to the rows selected, all ranks' candidates among it; "gather"; "attention"
         over this rank's rows; "combine" of latents, or of values if the stack projects first; "output", all after it,
-        with W_UV wherever it is applied (of all the group's heads if the stack projects first). CANDIDATES is what the
-        selection exchanges.
+        with W_UV wherever it is applied (of all the group's heads if the stack projects first).
 
         Where attention sends rows to their owners itself (`dcp_mla_decode` through a mailbox), the step runs
         attention and combine as one operation: the parts are then the plain kernel and a whole combine, which take
         longer one after the other.
         """
-        runs: dict[str, Callable[[int], object]] = {
+        return {
             "total": self.step,
             "projections": self.project,
-            "selection": self.select,
-            CANDIDATES: self.gather_candidates,
-            "gather": self.gather,
+            "gather": self.in_each_layer(lambda: self.exchange.gather_heads(self.q)),
             "attention": self.attend,
-            "combine": self.combine,
+            "combine": self.in_each_layer(lambda: self.exchange.combine(self.group_rows, self.group_lse)),
             "output": self.finish,
         }
-        timed = {"total", *self.parts}
+
+    def in_each_layer(self, run: Callable[[], object]) -> Operation:
+        """Return the operation that runs a function once for each layer."""
+
+        def operation(_: int) -> None:
+            for _layer in self.layers:
+                run()
+
+        return operation
+
+    def timings(self) -> dict[str, Timing]:
+        """Time the whole stack and the parts that a step has, by their names in order. Collective over the job."""
+        timed, operations = {"total", *self.parts}, self.operations()
         if {"selection", "combine"} <= timed:
             timed.add(CANDIDATES)
         calls = calls_over(len(self.metadata), self.device)
         timings = {
-            part: time_operation(run, self.device, calls, _SAMPLE_SECONDS)
-            for part, run in runs.items()
+            part: time_operation(operations[part], self.device, calls, _SAMPLE_SECONDS)
+            for part in _ORDER
             if part in timed
         }
         self.exchange.check()
         return timings
 
     def bytes_read(self) -> dict[str, int]:
-        """Return the bytes that a call reads on one rank, by part: this rank's share of the rows that are attended to
-        and of the keys that are scored; in total with all weights.
+        """Return the bytes that a call reads on one rank, by part: this rank's share of the rows that are attended to;
+        in total with all weights.
         """
-        cache, reads, dcp_size = self.cache[0], self.reads, self.dcp.decode_context_parallel_size
-        of_rows = len(self.layers) * self.hidden.shape[1] * cache[0].shape[-1] * cache[0].element_size()
-        parts = {"attention": -(-reads.num_rows // dcp_size) * of_rows}
-        if reads.num_keys:
-            parts["selection"] = -(-reads.num_keys // dcp_size) * self.key_bytes()
         weights = [parameter for layer in self.layers for parameter in layer.parameters()]
-        return {"total": sum(parts.values()) + sum(weight.nbytes for weight in weights), **parts}
-
-    def key_bytes(self) -> int:
-        """Return the bytes of an index key of each request in all layers."""
-        raise NotImplementedError
+        total = self.attended_bytes + sum(weight.nbytes for weight in weights)
+        return {"total": total, "attention": self.attended_bytes}
 
     def step(self, index: int = 0) -> Tensor:
         """Return the hidden states [batch, hidden] after all layers."""
-        hidden, metadata = self._inputs(index)
+        hidden, metadata = self.inputs(index)
         for layer, cache in zip(self.layers, self.cache, strict=True):
             hidden = hidden + layer(hidden, cache, metadata)
         return hidden
 
-    def project(self, index: int = 0) -> None:
+    def project(self, index: int) -> None:
         """Run all of a layer's step until it turns to its exchange, for queries or for a mailbox."""
-        hidden, metadata = self._inputs(index)
-        self._project(hidden, metadata)
+        self.project_with(*self.inputs(index))
 
-    def _project(self, hidden: Tensor, metadata: StepMetadata) -> None:
+    def project_with(self, hidden: Tensor, metadata: StepMetadata) -> None:
+        """Run `project` on given inputs."""
         for layer, cache in zip(self.layers, self.cache, strict=True):
             exchange, layer.exchange = layer.exchange, _Stop()
             try:
@@ -181,33 +224,16 @@ class Stack:
                 layer.exchange = exchange
             raise RuntimeError("a layer attends without its exchange: the end of its projections is unknown")
 
-    def select(self, index: int = 0) -> None:
-        """Select rows by the indexer."""
-        raise NotImplementedError
-
-    def gather_candidates(self, _: int = 0) -> None:
-        """Gather the ranks' candidates of a selection."""
-        raise NotImplementedError
-
-    def gather(self, _: int = 0) -> None:
-        """Gather the queries of the group's heads."""
-        for _layer in self.layers:
-            self.exchange.gather_heads(self.q)
-
-    def attend(self, index: int = 0) -> None:
+    @abstractmethod
+    def attend(self, index: int) -> None:
         """Attend with the group's heads to this rank's rows."""
-        raise NotImplementedError
 
-    def combine(self, _: int = 0) -> None:
-        """Send rows and LSE to the heads' owners and merge them."""
-        for _layer in self.layers:
-            self.exchange.combine(self.group_rows, self.group_lse)
-
-    def finish(self, _: int = 0) -> None:
+    @abstractmethod
+    def finish(self, index: int) -> None:
         """Run all after the merge."""
-        raise NotImplementedError
 
-    def _inputs(self, index: int) -> tuple[Tensor, StepMetadata]:
+    def inputs(self, index: int) -> tuple[Tensor, StepMetadata]:
+        """Return the hidden states [batch, hidden] and the metadata of a call."""
         index %= len(self.metadata)
         return self.hidden[index], self.metadata[index]
 

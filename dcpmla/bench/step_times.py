@@ -5,13 +5,15 @@ least time of a step.
 import argparse
 from collections.abc import Callable
 from copy import copy
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dcpmla.attention.backends.calls import decode_workspace
 from dcpmla.attention.step.table import StepRequests
+from dcpmla.bench.ceilings import floor_fields
+from dcpmla.bench.results import Row
 from dcpmla.bench.timing import is_h200, profile_kernels, time_operation
 from dcpmla.cache.formats import format_name
 from dcpmla.cache.layers import Cache
@@ -32,26 +34,16 @@ _CALLS = 4  # steps of one sample: the start of a graph counts a quarter each
 _SECONDS = 1.0  # limit for the samples of one measurement
 
 
-class StepTimes(NamedTuple):
-    """Microseconds of a step, on the slowest rank.
-
-    Attributes:
-        device_us: Time from the tokens' embedding to their logits.
-        us_per_moe_layer: Time of a layer of experts, attention included; 0 where the model has none, or other
-            layers around them (LongCat's).
-        num_kernels: Number of kernels that a step launches; 0 on CPUs.
-    """
-
-    device_us: float
-    us_per_moe_layer: float
-    num_kernels: int
-
-
 def step_times(
     model: ShardedModel, cache: Cache, dcp: DCPConfig, mesh: DCPMesh, batch: int, context: int, query_len: int = 1
-) -> StepTimes:
+) -> Row:
     """Time steps of `batch` requests with `context` tokens; a step computes the last query_len. Collective
     over the job. The cache's contents do not matter.
+
+    Returns:
+        Fields of a row, on the slowest rank: `device_us`, from the tokens' embedding to their logits;
+        `us_per_moe_layer`, of a layer of experts, attention included, 0 where the model has none, or other layers
+        around them (LongCat's); `num_kernels`, which a step launches, 0 on CPUs.
     """
     device, sizes = model.device, cache.sizes
     num_blocks = -(-context // sizes.block_tokens)
@@ -71,7 +63,8 @@ def step_times(
         device_us = time_operation(step, device, calls, _SECONDS).median_us
         of_blocks = _moe_layer_us(model, lambda: model.hidden_states(token_ids, prepared, cache), calls)
         events = profile_kernels(step).events() if device.type == "cuda" else []
-        return StepTimes(device_us, of_blocks, sum(event.device_type.name == "CUDA" for event in events))
+        num_kernels = sum(event.device_type.name == "CUDA" for event in events)
+        return {"device_us": round(device_us, 1), "us_per_moe_layer": round(of_blocks, 1), "num_kernels": num_kernels}
 
 
 def _moe_layer_us(model: ShardedModel, run: Callable[[], Tensor], calls: int) -> float:
@@ -100,28 +93,18 @@ def size_of(config: Any, dtype: torch.dtype, expert_dtype: str) -> ModelSize:
     return read_model(config).with_expert_dtype(expert_dtype)
 
 
-class ModelledTimes(NamedTuple):
-    """Microseconds of a decode step by the planner's model.
-
-    Attributes:
-        floor_us: Least time, at the memory's rate.
-        step_us: Predicted time.
-    """
-
-    floor_us: float
-    step_us: float
-
-
 def modelled_times(
-    args: argparse.Namespace, engine: Engine, size: ModelSize, batch: int, context: int, exchange: str
-) -> ModelledTimes | None:
-    """Return the modelled times of a step after `context` cached tokens; None on GPUs and for caches that the planner
-    has no numbers for.
+    args: argparse.Namespace, engine: Engine, size: ModelSize, exchange: str, batch: int, context: int, device_us: float
+) -> Row:
+    """Return fields of a row on a step after `context` cached tokens by the planner's model: its least time, at the
+    memory's rate, beside the measured `device_us`, and the predicted one; none on other devices than H200s, and for
+    caches that the planner has no numbers for.
     """
     mesh, kv_cache_dtype = engine.mesh, format_name(engine.cache.sizes.dtype)
     if not is_h200(engine.model.device) or kv_cache_dtype not in FORMATS:
-        return None
+        return {}
     options = {name: getattr(args, name) for name in ("index_cache_dtype", "enable_expert_parallel")}
     setting = Setting(tp=mesh.tp_size, dcp=mesh.dcp_size, kv_cache_dtype=kv_cache_dtype, **options)
     load = size, setting, batch, context
-    return ModelledTimes(floor_us(H200X8, *load), predict_step(H200X8, *load, exchange)["total"])
+    predicted_us = round(predict_step(H200X8, *load, exchange)["total"], 1)
+    return {**floor_fields(floor_us(H200X8, *load), device_us), "predicted_us": predicted_us}

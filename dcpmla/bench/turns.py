@@ -5,7 +5,6 @@ attention, with and without a decode in the same step.
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -16,20 +15,18 @@ from dcpmla.attention.step.table import StepRequests
 from dcpmla.bench.cache_formats import config_name
 from dcpmla.bench.geometries import GEOMETRIES, config_of
 from dcpmla.bench.layer_stack import LayerStack
-from dcpmla.bench.options import add_measured
-from dcpmla.bench.results import Row, dtype_name
-from dcpmla.bench.runner import Benchmark, Kept
+from dcpmla.bench.options import single
+from dcpmla.bench.results import Row
+from dcpmla.bench.runner import Benchmark
 from dcpmla.bench.stack import StackSizes
 from dcpmla.bench.timing import time_operation
 from dcpmla.cache.latent import num_blocks
 from dcpmla.cli.options import positive
 from dcpmla.integrations.families.table import attention_of
 from dcpmla.job.bootstrap import Ranks
-from dcpmla.job.join import Job
 from dcpmla.parallel.mesh import init_mesh
 
 _ROUTES = ("mha", "absorbed")
-_SAMPLE_SECONDS = 0.5  # time for the samples of one step
 _CALLS = {"cuda": 2, "cpu": 1}  # calls of a sample
 
 
@@ -52,17 +49,16 @@ class TurnCase(NamedTuple):
 class TurnBenchmark(Benchmark[TurnCase, LayerStack]):
     """One layer over a cache that all cases of a context share."""
 
-    def __init__(self, args: argparse.Namespace, job: Job) -> None:
-        super().__init__(args, job)
-        self._stacks = Kept[LayerStack]()
-
-    @staticmethod
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
-        add = parser.add_argument
-        add("--geometry", choices=GEOMETRIES, default="deepseek-v3", help="model whose layer is measured")
-        add("-dcp", "--decode-context-parallel-size", type=positive, default=1, metavar="D", help="ranks of a cache")
-        add_measured(parser, heads="16,128", batch="1,16", tokens="8,64,128,256", context="8192,65536")
-        add_measured(parser, kv_cache_dtype="bf16")
+    options = {
+        "geometry": {"choices": GEOMETRIES, "default": "deepseek-v3", "help": "model whose layer is measured"},
+        "decode_context_parallel_size": single(positive, 1, "D", "ranks of a cache"),
+        "heads": "16,128",
+        "kv_cache_dtype": "bf16",
+        "context": "8192,65536",
+        "batch": "1,16",
+        "tokens": "8,64,128,256",
+    }
+    sample_seconds = 0.5
 
     @staticmethod
     def check(args: argparse.Namespace, ranks: Ranks) -> None:
@@ -75,12 +71,11 @@ class TurnBenchmark(Benchmark[TurnCase, LayerStack]):
             )
 
     def cases(self) -> Iterator[TurnCase]:
-        args = self.args
-        for sizes in product(args.heads, args.kv_cache_dtype, args.context, args.batch, args.tokens, (0, 1)):
-            yield TurnCase(*sizes)
+        for sizes in self.product("heads", "kv_cache_dtype", "context", "batch", "tokens"):
+            yield from (TurnCase._make((*sizes, decodes)) for decodes in (0, 1))
 
     def inputs(self, case: TurnCase) -> LayerStack:
-        return self._stacks.get((case.heads, case.kv_cache_dtype, case.context), lambda: self._new_stack(case))
+        return self.kept.get((case.heads, case.kv_cache_dtype, case.context), lambda: self._new_stack(case))
 
     def _new_stack(self, case: TurnCase) -> LayerStack:
         """Return a layer over a cache for the most requests and the longest turns after the case's context."""
@@ -100,23 +95,18 @@ class TurnBenchmark(Benchmark[TurnCase, LayerStack]):
         (is_absorbed, *_) = routes.choose_absorbed([(case.query_len, case.context)] * case.batch)
         step, hidden = self._step(case, inputs, routes.tokens_per_request, route)
         layer, cache = inputs.layers[0], inputs.cache[0]
-
-        def run(_: int) -> None:
-            layer(hidden, cache, step)
-
-        timing = time_operation(run, self.device, _CALLS[self.device.type], _SAMPLE_SECONDS)
+        calls = _CALLS[self.device.type]
+        timing = time_operation(lambda _: layer(hidden, cache, step), self.device, calls, self.sample_seconds)
         inputs.exchange.check()
-        return {
-            **case._asdict(),
+        fields = {
             "geometry": self.args.geometry,
             "tp": self.job.ranks.num_ranks,
             "dcp": inputs.dcp.decode_context_parallel_size,
             "exchange": inputs.exchange.name,
-            "dtype": dtype_name(self.dtype),
             "route": route,
             "is_chosen": (route == "absorbed") == is_absorbed,
-            **timing.fields(1),
         }
+        return self.row(case._asdict(), timing, fields, digits=1)
 
     def _step(
         self, case: TurnCase, inputs: LayerStack, tokens_per_request: int, route: str
@@ -139,12 +129,8 @@ class TurnBenchmark(Benchmark[TurnCase, LayerStack]):
         hidden = torch.randn(sum(lens), config.hidden_size, device=self.device, dtype=self.dtype)
         return step.with_cos_sin(cos_sin), hidden
 
-    def text(self, rows: Sequence[Row]) -> str:
+    def text(self, case: TurnCase, rows: Sequence[Row]) -> str:
         times = ", ".join(f"{row['route']} {row['median_us']:,.1f} us" for row in rows)
         chosen = next(row for row in rows if row["is_chosen"])
         slower = chosen["median_us"] / min(row["median_us"] for row in rows)
-        case = TurnCase(*(rows[0][name] for name in TurnCase._fields))
         return f"{case!s:<80} {times}; chosen {chosen['route']}, {slower:.2f} x the better one"
-
-
-BENCHMARK = TurnBenchmark

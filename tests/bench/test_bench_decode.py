@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -162,7 +161,7 @@ def test_flops_and_bytes_are_counted_key_by_key(batch: int, context: int, query_
             flops += sum(2 * 5 * (576 + 512) for key in range(context) if key <= position)
     assert (case.flops, case.num_bytes(2)) == (flops, num_bytes)
     fewer = [
-        num_bytes - replace(case, kv_cache_dtype=cache, decode_query_dtype=queries).num_bytes(2)
+        num_bytes - case._replace(kv_cache_dtype=cache, decode_query_dtype=queries).num_bytes(2)
         for cache, queries in FORMATS[1:]
     ]
     per_token = batch * context * 576, batch * query_len * 5 * 576

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.peers.exchange import load_vllm_direct
 from dcpmla.__main__ import build_parser, main
-from dcpmla.bench.exchange import group_sizes, is_right, measured
+from dcpmla.bench.exchange import ExchangeBenchmark, group_sizes, measured
 from dcpmla.bench.exchange_inputs import OPERATIONS, ExchangeCase
 from dcpmla.comm.nccl import AllToAll
 from tests.support.fake_peers import write_exchange_peer
@@ -39,6 +40,10 @@ def received_bytes(op: str, tokens: int, heads: int | None, row_width: int) -> i
         return -(-tokens // 2) * (WIDTH + 64) * 4
     assert heads is not None
     return tokens * heads // 2 * 4 * (WIDTH + 64 if op == "gather_heads" else row_width + 1)
+
+
+def is_right(row: dict[str, Any]) -> bool:
+    return not ExchangeBenchmark.wrong(row)
 
 
 WRONG_ON_ONE_RANK = """
@@ -102,7 +107,7 @@ def test_two_ranks_measure_and_check_each_operation(tmp_path: Path) -> None:
         if op == "combine":
             assert row["error"] > (0.1 if backend == "a2a" else 0)  # float32 against float64
     lines = [line for line in result.stdout.splitlines() if line.startswith("combine")]
-    assert [" a2a " in line for line in lines] == [line.endswith("WRONG") for line in lines]
+    assert [" a2a " in line for line in lines] == ["WRONG: error " in line for line in lines]
     assert (
         "ag_rs: 0 of 14 results wrong\na2a: 8 of 14 results wrong\nvllm_direct: 0 of 2 results wrong\n" in result.stdout
     )

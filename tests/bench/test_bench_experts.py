@@ -6,18 +6,17 @@ from pathlib import Path
 import pytest
 
 from dcpmla.__main__ import main
-from dcpmla.bench import experts as bench_experts
-from dcpmla.bench.experts import ExpertsInputs, Shape
+from dcpmla.bench.experts import SHAPES, ExpertsInputs, Shape
 from dcpmla.model.experts import ExpertWeights, compute_experts
 
 pytestmark = pytest.mark.usefixtures("one_process_on_cpu")
-TINY = ["bench", "experts", "--device", "cpu", "--commit", "abc", "--tokens", "1,5"]
+TINY = ["bench", "experts", "--device", "cpu", "--commit", "abc", "--tokens", "1,5", "--shape", "v3-tp4,v4-flash"]
 
 
 @pytest.fixture(autouse=True)
 def _tiny_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = {"v3-tp4": Shape(256, 128, 6, 2, 1), "v4-flash": Shape(256, 128, 4, 2, 0)}
-    monkeypatch.setattr(bench_experts, "SHAPES", shapes)
+    monkeypatch.setitem(SHAPES, "v3-tp4", Shape(256, 128, 6, 2, 1))
+    monkeypatch.setitem(SHAPES, "v4-flash", Shape(256, 128, 4, 2, 0))
 
 
 def test_a_row_for_each_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,6 +79,9 @@ def test_peers_get_rows_or_a_line(
 
 def test_mistakes_are_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY, "--shape", "v5"]) == 2
-    assert "argument --shape: 'v5' is not a shape; choose from v3-tp4, v4-flash" in capfd.readouterr().err
+    assert (
+        "argument --shape: 'v5' is not a shape; choose from v3-tp4-64, v3-tp4, v2-lite, v4-flash"
+        in capfd.readouterr().err
+    )
     assert main([*TINY, "--peers", "nowhere"]) == 2
     assert "--peers is nowhere, which is not a directory" in capfd.readouterr().err

@@ -14,8 +14,9 @@ from dcpmla.__main__ import main
 from dcpmla.attention.mla.layer import PROJECT_FIRST_TOKENS
 from dcpmla.bench import timing
 from dcpmla.bench.geometries import config_of
-from dcpmla.bench.layer_stack import PARTS, LayerStack
+from dcpmla.bench.layer_stack import LayerStack
 from dcpmla.bench.layouts import crossovers
+from dcpmla.bench.stack import PARTS as ALL_PARTS
 from dcpmla.bench.stack import StackSizes
 from dcpmla.bench.timing import TimeLimit, time_operation
 from dcpmla.integrations.families.table import attention_of
@@ -29,6 +30,7 @@ from tests.support.ranks import run_ranks
 from tests.support.stack_operators import operators_of
 
 CPU = torch.device("cpu")
+PARTS = tuple(part for part in ALL_PARTS if part != "selection")
 UNSHARDED = ("total", "projections", "attention", "output")
 TINY = ["bench", "layer", "--geometry", "tiny", "--num-layers", "2"]
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcpmla.bench.http_load import Answer, describe_lost
+from benchmarks.http_load import Answer, describe_lost
 from dcpmla.bench.load import make_load, served_row, summarize
 from dcpmla.cache.latent import LatentPlan, LayerMemory
 from dcpmla.config import DCPConfig

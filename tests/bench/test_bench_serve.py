@@ -10,7 +10,7 @@ import pytest
 
 from dcpmla.__main__ import main
 from dcpmla.bench.load import make_load
-from tests.support.launchers import free_port, run_forked, unattended
+from tests.support.launchers import run_forked, unattended
 from tests.support.models import VOCAB_SIZE, save_tiny
 
 
@@ -106,14 +106,6 @@ def test_one_process(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert list(table) == list(row)
     assert table["input_lens"] == "16,60"
     assert "dcp 1, load: 100%" in printed.err
-
-
-def test_a_server_that_is_not_there(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    url = f"http://localhost:{free_port()}"
-    assert serve(model, url=url, json=tmp_path / "out.json") == 2
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if "error" in line]
-    assert f"url (--url) is '{url}'; the server must answer all requests, but 12 of 12 are lost: " in line
-    assert not list(tmp_path.iterdir())
 
 
 def test_warm_up_does_not_count(model: Path, tmp_path: Path) -> None:

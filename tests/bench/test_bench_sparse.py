@@ -15,7 +15,7 @@ from benchmarks.peers.attention import load_kernel
 from dcpmla.__main__ import main
 from dcpmla.attention.select.candidates import EMPTY, unpack_positions
 from dcpmla.bench.decode_inputs import Answer, Ours
-from dcpmla.bench.sparse import is_right
+from dcpmla.bench.sparse import SparseBenchmark
 from dcpmla.bench.sparse_inputs import AttentionInputs, SelectedRows, SelectionInputs, SparseCase
 from dcpmla.comm.exchange import LocalExchange
 from tests.support.fake_peers import write_peers
@@ -52,7 +52,7 @@ def check_rows(rows: Sequence[dict[str, Any]], batch: int) -> None:
             False,
         )
         assert row["num_sets"] > 1
-        assert is_right(row)
+        assert not SparseBenchmark.wrong(row)
 
 
 @alone
@@ -116,7 +116,7 @@ def test_attention_to_shared_keys(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert len(rows) == 2 * 2 * 2 * 2
     for row in rows:
         assert (row["operation"], row["context"]) == ("shared_attention", 70)
-        assert is_right(row)
+        assert not SparseBenchmark.wrong(row)
         assert row["num_selected"] == row["topk"] if row["dcp"] == 1 else 1 <= row["num_selected"] < row["topk"]
         assert (row["flashmla_us"] is None) == ((row["kv_cache_dtype"], row["heads"]) != ("fp8_ds_mla", 64))
         assert (row["speedup_over_flashmla"] is None) == (row["flashmla_us"] is None)

@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks import disaggregation, server_processes
 from benchmarks.disaggregation import Prompts
-from dcpmla.bench.http_load import Answer
+from benchmarks.http_load import Answer
 from dcpmla.bench.results import unknown_fields
 from tests.support.launchers import environment, run_program, unattended
 from tests.support.ranks import start_process

@@ -50,7 +50,7 @@ class Counting(Benchmark[int, list[int]]):
     def measure(self, case: int, inputs: list[int]) -> list[dict[str, Any]]:
         return [{"tokens": case, "median_us": float(len(inputs))}]
 
-    def line(self, row: dict[str, Any]) -> str:
+    def line(self, case: int, row: dict[str, Any]) -> str:
         return f"measured {row['tokens']}"
 
     def summary(self, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -104,11 +104,31 @@ def test_no_case_begins_after_the_time_limit(
 
 
 def test_neighbours_share_what_was_kept() -> None:
-    kept: Kept[list[int]] = Kept()
+    kept = Kept()
     first = kept.get(1, lambda: [1])
     assert kept.get(1, lambda: [2]) is first
     assert kept.get(2, lambda: [2]) == [2]
     assert kept.get(1, lambda: [3]) == [3]
+
+
+@pytest.mark.usefixtures("one_process_on_cpu")
+def test_wrong_rows_show_their_errors(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(_: Counting, case: int, inputs: list[int]) -> list[dict[str, Any]]:
+        errors = [None, float("nan"), 0.03, 0.02, 0.0]
+        return [{"tokens": case, "error": error, "lse_error": 0.01 * case} for error in errors]
+
+    monkeypatch.setattr(Counting, "measure", measure)
+    monkeypatch.setattr(Counting, "limits", staticmethod(lambda _: {"error": 0.02, "lse_error": 0.03}))
+    args = parse()
+    args.cases = [1, 4]
+    args.run(args)
+    marks = [line.partition("   WRONG: ")[2] for line in capsys.readouterr().out.splitlines() if "measured" in line]
+    assert marks[:5] == ["error None", "error nan", "error 0.03", "", ""]
+    assert (
+        marks[5:]
+        == ["error None, lse_error 0.04", "error nan, lse_error 0.04", "error 0.03, lse_error 0.04"]
+        + ["lse_error 0.04"] * 2
+    )
 
 
 # ---- times

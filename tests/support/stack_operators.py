@@ -5,24 +5,17 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dcpmla.bench.stack import PARTS as ALL_PARTS
 from dcpmla.bench.stack import Stack
 
 
 def operators_of(stack: Stack) -> tuple[Counter[str], Counter[str]]:
     """Operators of a whole step of two layers, and of its parts together, without what the residual adds."""
-    runs = dict(
-        zip(
-            ALL_PARTS,
-            (stack.project, stack.select, stack.gather, stack.attend, stack.combine, stack.finish),
-            strict=True,
-        )
-    )
+    operations = stack.operations()
     with _Operators() as whole:
-        stack.step()
+        operations["total"](0)
     with _Operators() as parts:
         for part in stack.parts:
-            runs[part]()
+            operations[part](0)
     return whole.names - Counter({"aten.add.Tensor": 2}), parts.names
 
 

@@ -1,4 +1,4 @@
-"""A load driven over HTTP against any server with OpenAI's API: streams of completions, and their outcomes."""
+"""A load driven over HTTP against any server with OpenAI's API: streams of completions, and when their tokens came."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import h11
 
-from dcpmla.bench.load import Load, rates, summarize_all
+from dcpmla.bench.load import Load
 from dcpmla.bench.results import Row
 
 _READ_BYTES = 1 << 16
@@ -37,15 +37,6 @@ class Answer:
     error: str = ""
     token_times: list[float] = field(default_factory=list)
 
-    def metrics(self) -> dict[str, float | None]:
-        """Return the latencies of a whole answer."""
-        first, num_more = self.first_token_time, self.num_tokens - 1
-        return {
-            "time_to_first_token": first and first - self.arrival_time,
-            "time_per_token": (self.finish_time - first) / num_more if first and num_more > 0 else None,
-            "end_to_end_seconds": self.finish_time - self.arrival_time,
-        }
-
 
 def drive(url: str, load: Load, api_key: str | None, fields: Mapping[str, Any] | None = None) -> list[Answer]:
     """Send each request of a load at its time, greedy and of exact length, and read its stream to the end.
@@ -54,19 +45,6 @@ def drive(url: str, load: Load, api_key: str | None, fields: Mapping[str, Any] |
         fields: Further fields of the requests' bodies.
     """
     return asyncio.run(_drive(url, load, api_key, fields or {}))
-
-
-def summary_row(load: Load, answers: Sequence[Answer]) -> Row:
-    """Return throughput and latencies of the answers that are whole, and how many are lost."""
-    whole = [answer for answer in answers if not answer.error]
-    seconds = max((answer.finish_time for answer in answers), default=0.0)
-    num_input = sum(len(prompt) for prompt, answer in zip(load.prompts, answers, strict=True) if not answer.error)
-    num_output = sum(answer.num_tokens for answer in whole)
-    return {
-        "num_lost": len(answers) - len(whole),
-        **rates(len(whole), num_input, num_output, seconds),
-        **summarize_all([answer.metrics() for answer in whole]),
-    }
 
 
 def describe_lost(answers: Sequence[Answer]) -> str:
