@@ -23,6 +23,7 @@ from dcpmla.integrations.families.table import family_of
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.planning.capacity import FORMATS
+from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.machine import H200X8, PRESETS, Machine, change_machine, read_json
 from dcpmla.planning.measured import calibrate, predict_row, read_rows
 from dcpmla.planning.recommend import make_plan, recommend
@@ -80,20 +81,20 @@ def run(args: argparse.Namespace) -> None:
     predicted = [(row, predict_row(machine, model, row)) for row in rows]
     if args.speculative_method == "mtp":
         model = load_model_size(args.model, with_mtp=True).with_expert_dtype(args.expert_dtype)
-    settings = _settings(args, model)
-    plans = [make_plan(machine, model, setting, args.batch, args.context) for setting in settings]
+    deployments = [Deployment(machine, model, setting) for setting in _settings(args, model)]
+    plans = [make_plan(deployment, args.batch, args.context) for deployment in deployments]
     best, reason = recommend(machine, plans, args.batch, args.context)
     prompts = tiers = None
     if best is not None:
-        prompts = PromptPlan(machine, model, best, args.batch, args.context, args.max_num_batched_tokens)
+        prompts = PromptPlan(deployments[plans.index(best)], args.batch, args.context, args.max_num_batched_tokens)
         if args.kv_offloading_size is not None:
             sizes = args.kv_offloading_size, args.kv_offloading_disk_size
-            tiers = TierPlan(machine, model, best, prompts, args.context, *sizes)
+            tiers = TierPlan(best, prompts, args.context, *sizes)
     split = None
     if args.request_rate is not None:
         traffic = Traffic(request_rate=args.request_rate, input_len=args.input_len, output_len=args.output_len)
         num_gpus = args.num_gpus or max(args.tensor_parallel_size)
-        split = SplitPlan(machine, model, settings, traffic, num_gpus, args.max_num_batched_tokens)
+        split = SplitPlan(deployments, traffic, num_gpus, args.max_num_batched_tokens)
     if args.json:
         content = {
             "model": str(args.model),

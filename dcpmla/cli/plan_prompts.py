@@ -4,13 +4,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dcpmla.cli.output import align
-from dcpmla.planning.capacity import block_of
-from dcpmla.planning.machine import Machine
+from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.mixed import MixedSteps
-from dcpmla.planning.predict import predict_step
 from dcpmla.planning.prefill import PrefillCosts
-from dcpmla.planning.setting import Setting
-from dcpmla.planning.weights import ModelSize
 from dcpmla.runtime.costs import piece_tokens
 from dcpmla.runtime.graph_sizes import GraphSize, find_size, token_sizes
 
@@ -60,9 +56,7 @@ class PromptPlan:
     """Steps with pieces of prompts under one setting, alone and with a replica's share of decodes.
 
     Args:
-        machine: Speeds of the GPUs.
-        model: Sizes of the model.
-        setting: Cut and cache of the model, and its replicas.
+        deployment: Model, and the machine that it runs on.
         batch: Number of requests that decode on the whole job.
         context: Number of tokens of each.
         max_num_batched_tokens: Limit of a step's tokens.
@@ -75,25 +69,15 @@ class PromptPlan:
         loads: Numbers of decodes in a step; 0 alone if decodes leave no room for prompts.
     """
 
-    def __init__(
-        self,
-        machine: Machine,
-        model: ModelSize,
-        setting: Setting,
-        batch: int,
-        context: int,
-        max_num_batched_tokens: int,
-    ) -> None:
-        self._limit, self._context = max_num_batched_tokens, context
-        share = -(-batch // setting.num_replicas)
+    def __init__(self, deployment: Deployment, batch: int, context: int, max_num_batched_tokens: int) -> None:
+        self._limit, self._context, setting = max_num_batched_tokens, context, deployment.setting
+        share = setting.share(batch)
         self.loads = (0, share) if share * setting.query_len < max_num_batched_tokens else (0,)
         self._query_len = setting.query_len
-        self._decode_us = predict_step(machine, model, setting, share, context)["total"]
-        self.costs = PrefillCosts(machine, model, setting, max_num_batched_tokens)
-        self._steps = {
-            load: MixedSteps(machine, model, setting, self.costs, load, context if load else 0) for load in self.loads
-        }
-        block = block_of(model.attention, setting.dcp_config, 1)
+        self._decode_us = deployment.step_us(share, context)["total"]
+        self.costs = PrefillCosts(deployment, max_num_batched_tokens)
+        self._steps = {load: MixedSteps(self.costs, load, context) for load in self.loads}
+        block = deployment.block()
         least = max(self.costs.least_state_tokens, block.block_tokens) if block.num_states else None
         self.block_tokens, self.least_state_tokens = block.block_tokens, least
         tokens = token_sizes(max_num_batched_tokens, self.costs.tokens_per_request, setting.dcp_config)

@@ -2,90 +2,69 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from dcpmla.cli.output import align
 from dcpmla.cli.plan_prompts import PromptPlan
-from dcpmla.planning.machine import Machine
-from dcpmla.planning.predict import predict_step
+from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.recommend import make_plan
-from dcpmla.planning.servers import Piece, Traffic
-from dcpmla.planning.setting import Setting
+from dcpmla.planning.servers import Piece, Server, Traffic
 from dcpmla.planning.split import Split
 from dcpmla.planning.split_choice import all_splits, recommend_split
-from dcpmla.planning.tiers import block_of_plan
-from dcpmla.planning.weights import ModelSize
 
 _NUM_ROWS = 12  # splits that are printed, the best first, besides the best servers that do both
 
 
-class PlannedServer:
-    """Predicted sizes and times of one server for requests of one length (`dcpmla.planning.servers.Server`).
+def plan_server(deployment: Deployment, traffic: Traffic, max_num_batched_tokens: int) -> Server:
+    """Predict one server of one TP group.
 
     Args:
-        machine: Speeds of the GPUs.
-        model: Sizes of the model.
-        setting: Cut and cache of the model; the server is one TP group.
         traffic: Lengths of the requests.
         max_num_batched_tokens: Limit of a step's tokens.
     """
+    deployment = replace(deployment, setting=replace(deployment.setting, num_gpus=None))
+    input_len, context = traffic.input_len, traffic.input_len + traffic.output_len // 2
+    plan = make_plan(deployment, 1, input_len + traffic.output_len)
+    block_tokens = deployment.block().block_tokens
 
-    def __init__(
-        self, machine: Machine, model: ModelSize, setting: Setting, traffic: Traffic, max_num_batched_tokens: int
-    ) -> None:
-        self.setting = replace(setting, num_gpus=None)
-        self._args, self._limit = (machine, model, self.setting), max_num_batched_tokens
-        self._input_len, self._context = traffic.input_len, traffic.input_len + traffic.output_len // 2
-        plan = make_plan(*self._args, 1, traffic.input_len + traffic.output_len)
-        block_tokens = block_of_plan(model, plan).block_tokens
-        self.num_prompts = plan.kv_tokens_total // block_tokens // -(-traffic.input_len // block_tokens)
-        self.num_requests = min(plan.max_num_seqs, (max_num_batched_tokens - 1) // setting.query_len)
-        self.bytes_per_token, self.bytes_per_state = plan.kv_bytes_per_token, plan.bytes_per_state
-        self._pieces = lru_cache(maxsize=None)(self._predict_pieces)
-        self._decode_us = lru_cache(maxsize=None)(self._predict_decode)
+    @cache
+    def pieces(num_decodes: int) -> list[Piece]:
+        prompts = PromptPlan(deployment, num_decodes, context, max_num_batched_tokens)
+        steps = [prompts.step(*piece, num_decodes) for piece in prompts.pieces(input_len, num_decodes)]
+        return [Piece(step.new, step.step_us["total"]) for step in steps]
 
-    def pieces(self, num_decodes: int) -> list[Piece]:
-        """Return the steps of a prompt while so many requests decode."""
-        return self._pieces(num_decodes)
+    @cache
+    def decode_us(num_decodes: int) -> float:
+        return deployment.step_us(num_decodes, context)["total"]
 
-    def decode_us(self, num_decodes: int) -> float:
-        """Return the microseconds of a step in which so many requests decode, without a prompt."""
-        return self._decode_us(num_decodes)
-
-    def _predict_pieces(self, num_decodes: int) -> list[Piece]:
-        prompts = PromptPlan(*self._args, num_decodes, self._context, self._limit)
-        pieces = prompts.pieces(self._input_len, num_decodes)
-        return [Piece(new, prompts.step(new, done, num_decodes).step_us["total"]) for new, done in pieces]
-
-    def _predict_decode(self, num_decodes: int) -> float:
-        return predict_step(*self._args, num_decodes, self._context)["total"]
+    return Server(
+        setting=deployment.setting,
+        num_prompts=plan.kv_tokens_total // block_tokens // -(-input_len // block_tokens),
+        num_requests=min(plan.max_num_seqs, (max_num_batched_tokens - 1) // deployment.setting.query_len),
+        bytes_per_token=plan.kv_bytes_per_token,
+        bytes_per_state=plan.bytes_per_state,
+        pieces=pieces,
+        decode_us=decode_us,
+    )
 
 
 class SplitPlan:
     """All divisions of GPUs between servers under a load.
 
     Args:
-        machine: Speeds of the GPUs.
-        model: Sizes of the model.
-        settings: Settings that a server may have.
+        deployments: Model in the settings that a server may have, on one machine.
         traffic: Load of all servers.
         num_gpus: Number of GPUs.
         max_num_batched_tokens: Limit of a step's tokens.
     """
 
     def __init__(
-        self,
-        machine: Machine,
-        model: ModelSize,
-        settings: Sequence[Setting],
-        traffic: Traffic,
-        num_gpus: int,
-        max_num_batched_tokens: int,
+        self, deployments: Sequence[Deployment], traffic: Traffic, num_gpus: int, max_num_batched_tokens: int
     ) -> None:
         self._traffic, self._num_gpus = traffic, num_gpus
-        servers = [PlannedServer(machine, model, setting, traffic, max_num_batched_tokens) for setting in settings]
-        self.splits = all_splits(machine, traffic, servers, num_gpus)
+        servers = [plan_server(deployment, traffic, max_num_batched_tokens) for deployment in deployments]
+        self.splits = all_splits(deployments[0].machine, traffic, servers, num_gpus)
         self.best, self.reason = recommend_split(self.splits)
 
     def as_json(self) -> dict[str, Any]:

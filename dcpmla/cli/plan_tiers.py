@@ -7,10 +7,8 @@ from dcpmla.cli.output import align
 from dcpmla.cli.plan_prompts import PromptPlan
 from dcpmla.fields import check_fields, option_label, rules_of
 from dcpmla.integrations.engine_options import EngineOptions
-from dcpmla.planning.machine import Machine
 from dcpmla.planning.recommend import Plan
 from dcpmla.planning.tiers import load_costs, make_tiers, shortest_load
-from dcpmla.planning.weights import ModelSize
 
 _LENGTHS = (1 << 15, 1 << 17, 1 << 19)  # tokens of the contexts whose loads are printed, besides the plan's own
 _SIZES = ("kv_offloading_size", "kv_offloading_disk_size")
@@ -47,8 +45,6 @@ class TierPlan:
     """The tiers of the cache under one plan.
 
     Args:
-        machine: Speeds of the GPUs and their hosts.
-        model: Sizes of the model.
         plan: Setting, and what its GPUs hold.
         prompts: Steps with pieces of prompts under the same plan.
         context: Number of tokens of each request.
@@ -56,20 +52,13 @@ class TierPlan:
     """
 
     def __init__(
-        self,
-        machine: Machine,
-        model: ModelSize,
-        plan: Plan,
-        prompts: PromptPlan,
-        context: int,
-        host_gib: float,
-        disk_gib: float | None = None,
+        self, plan: Plan, prompts: PromptPlan, context: int, host_gib: float, disk_gib: float | None = None
     ) -> None:
-        self._plan, self._machine, self._prompts, self._context = plan, machine, prompts, context
-        self.tiers = make_tiers(machine, model, plan, context, host_gib, disk_gib)
-        names = [tier.name for tier in self.tiers[1:]]
-        costs = load_costs(machine, model, plan, prompts.costs)
-        self._costs = {name: costs[name] for name in names}
+        self._plan, self._prompts, self._context = plan, prompts, context
+        deployment = prompts.costs.deployment
+        self.tiers = make_tiers(deployment.machine, deployment.model, plan, context, host_gib, disk_gib)
+        costs = load_costs(prompts.costs)
+        self._costs = {tier.name: costs[tier.name] for tier in self.tiers[1:]}
         self._has_states = plan.bytes_per_state > 0
 
     def loads(self) -> list[ContextLoad]:
@@ -90,7 +79,7 @@ class TierPlan:
 
     def report(self) -> list[str]:
         """Return the lines to print."""
-        plan, machine = self._plan, self._machine
+        plan, machine = self._plan, self._prompts.costs.deployment.machine
         rows = [
             {
                 "tier": tier.name,

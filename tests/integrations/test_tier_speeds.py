@@ -17,6 +17,7 @@ from dcpmla.integrations import loading, tier_speeds
 from dcpmla.integrations.model_size import read_model
 from dcpmla.integrations.tier_speeds import Line, TierSpeeds, measure
 from dcpmla.parallel.mesh import init_mesh
+from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.prefill import PrefillCosts
 from dcpmla.planning.setting import Setting
@@ -56,7 +57,7 @@ def test_the_rule() -> None:
 
 
 def pieces_of(model: Any) -> PrefillCosts:
-    return PrefillCosts(H200X8, model, Setting(tp=1, dcp=1, kv_cache_dtype="bf16"), 8192)
+    return PrefillCosts(Deployment(H200X8, model, Setting(tp=1, dcp=1, kv_cache_dtype="bf16")), 8192)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "kimi_linear"])
