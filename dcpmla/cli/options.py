@@ -6,7 +6,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+from dcpmla.cli.field_options import list_reader, reader
 from dcpmla.config import DCPConfig
+from dcpmla.fields import Rule, is_whole, number, whole
 from dcpmla.integrations.arguments import layout
 from dcpmla.job.bootstrap import DEVICES
 from dcpmla.job.join import TIMEOUT, Job, check_num_ranks, join_ranks
@@ -94,35 +96,13 @@ def graph_lines(graph: "StepGraph | None", mixed_graph: "StepGraph | None") -> l
 # ---- values of options, read for argparse
 
 
-def positive(text: str) -> int:
-    """Read a whole number of at least 1."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def seconds(text: str) -> int:
-    """Read a number of seconds, up to a week."""
-    number = positive(text)
-    if number > 604800:
-        raise argparse.ArgumentTypeError(f"{text!r} is more than a week, 604800 seconds")
-    return number
-
-
-def positive_list(text: str) -> list[int]:
-    """Read whole numbers of at least 1, separated by commas."""
-    return [positive(item) for item in text.split(",")]
-
-
-def share_list(text: str) -> list[float]:
-    """Read numbers in [0, 1], separated by commas."""
-    try:
-        shares = [float(item) for item in text.split(",")]
-    except ValueError:
-        shares = [-1.0]
-    if not all(0 <= share <= 1 for share in shares):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers in [0, 1], as in 0,0.5,1")
-    return shares
+positive = reader(whole(1))
+seconds = reader(whole(1, 7 * 24 * 3600))  # up to a week
+seed = reader(Rule("a whole number in [0, 2^32)", whole(0, (1 << 32) - 1).holds))
+positive_list = list_reader(whole(1))
+share_list = list_reader(number(0, 1), float)
+# The model checks later that they are tokens.
+token_ids = list_reader(Rule("a token id; give whole numbers separated by commas, as in 5,6,7", is_whole))
 
 
 def name_list(text: str, choices: Sequence[str], kind: str) -> list[str]:
@@ -139,20 +119,3 @@ def format_list(text: str) -> list[str]:
     """Read cache formats separated by commas, each once; fp8_e4m3 is another name of fp8."""
     names = ("fp8" if name == "fp8_e4m3" else name for name in text.split(","))
     return name_list(",".join(names), FORMATS, "a cache format")
-
-
-def token_ids(text: str) -> list[int]:
-    """Read whole numbers separated by commas; the model checks later that they are tokens."""
-    try:
-        return [int(token) for token in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a list of token ids separated by commas, as in 5,6,7"
-        ) from None
-
-
-def seed(text: str) -> int:
-    """Read a whole number in [0, 2^32)."""
-    if not text.isdecimal() or int(text) >= 1 << 32:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number in [0, 2^32)")
-    return int(text)

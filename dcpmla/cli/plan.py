@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 
 from dcpmla.bench.plots import check_outputs
-from dcpmla.cli.field_options import add_fields
+from dcpmla.cli.field_options import add_fields, values_of
 from dcpmla.cli.options import format_list, positive, positive_list
 from dcpmla.cli.output import write_json
 from dcpmla.cli.plan_prompts import PromptPlan
@@ -92,9 +92,8 @@ def run(args: argparse.Namespace) -> None:
             tiers = TierPlan(best, prompts, args.context, *sizes)
     split = None
     if args.request_rate is not None:
-        traffic = Traffic(request_rate=args.request_rate, input_len=args.input_len, output_len=args.output_len)
         num_gpus = args.num_gpus or max(args.tensor_parallel_size)
-        split = SplitPlan(deployments, traffic, num_gpus, args.max_num_batched_tokens)
+        split = SplitPlan(deployments, Traffic(**values_of(Traffic, args)), num_gpus, args.max_num_batched_tokens)
     if args.json:
         content = {
             "model": str(args.model),
@@ -179,17 +178,9 @@ def _settings(args: argparse.Namespace, model: ModelSize) -> list[Setting]:
     for dcp in dcp_sizes or []:
         if not any(tp % dcp == 0 for tp in tp_sizes):
             Setting(tp=tp_sizes[-1], dcp=dcp, kv_cache_dtype=args.kv_cache_dtype[0])  # raises likewise
+    shared = values_of(Setting, args)
     return [
-        Setting(
-            tp=tp,
-            dcp=dcp,
-            kv_cache_dtype=name,
-            num_gpus=args.num_gpus,
-            index_cache_dtype=args.index_cache_dtype,
-            enable_expert_parallel=args.enable_expert_parallel,
-            num_speculative_tokens=args.num_speculative_tokens,
-            acceptance_rate=args.acceptance_rate,
-        )
+        Setting(**{**shared, "tp": tp, "dcp": dcp, "kv_cache_dtype": name})
         for tp, name in product(dict.fromkeys(tp_sizes), args.kv_cache_dtype)
         for dcp in dict.fromkeys(dcp_sizes or divisors(tp))
         if tp % dcp == 0
