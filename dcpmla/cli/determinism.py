@@ -3,7 +3,6 @@
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -127,8 +126,7 @@ def serve(loaded: Engine, way: Way, cases: Sequence[Case], known: Sequence[Answe
 
 
 def _engine(loaded: Engine, way: Way, known: Mapping[str | int, Sequence[int]]) -> Engine:
-    scheduler_type = partial(_Preempting, period=_PREEMPTION_PERIOD) if way.is_preempted else Scheduler
-    scheduler = scheduler_type(
+    scheduler = (_Preempting if way.is_preempted else Scheduler)(
         BlockAllocator.of(loaded.cache.sizes),
         way.max_num_batched_tokens,
         way.max_num_seqs,
@@ -150,22 +148,16 @@ def _engine(loaded: Engine, way: Way, known: Mapping[str | int, Sequence[int]]) 
 
 
 class _Preempting(Scheduler):
-    """A scheduler that preempts a running request every few steps.
+    """A scheduler that preempts a running request every few steps."""
 
-    Args:
-        period: Number of steps.
-    """
-
-    def __init__(self, *args: object, period: int, **options: object) -> None:
-        super().__init__(*args, **options)  # type: ignore[arg-type]  # arguments of the base class
-        self._period, self._num_steps = period, 0
+    _num_steps = 0
 
     def schedule(self, now: float, num_drafts: int = 0, agreed_now: float = 0.0) -> Batch:
         """Return the next step, maybe without a request that ran in the one before."""
         self._num_steps += 1
         started = [each for each in self.running if each.num_computed_tokens and each.num_preemptions < _MOST_PREEMPTED]
-        if started and self._num_steps % self._period == 0:
-            victim = started[self._num_steps // self._period % len(started)]
+        if started and self._num_steps % _PREEMPTION_PERIOD == 0:
+            victim = started[self._num_steps // _PREEMPTION_PERIOD % len(started)]
             victim.num_preemptions += 1
             self.put_back(victim)
         return super().schedule(now, num_drafts, agreed_now)
