@@ -1,8 +1,8 @@
 """Options, start-up and engine, shared by the commands that run ranks."""
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -30,23 +30,21 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     add("--timeout", type=seconds, default=TIMEOUT, metavar="S", help=timeout)
 
 
-@contextmanager
-def start(args: argparse.Namespace) -> Iterator[Job]:
-    """Run a block as `join` does, with -tp ranks.
+def start(args: argparse.Namespace) -> AbstractContextManager[Job]:
+    """Return the context of a block that runs as in `join`, with -tp ranks.
 
     Raises:
         ValueError: The number of ranks is not -tp.
     """
-    with join(args, partial(check_num_ranks, tensor_parallel_size=args.tensor_parallel_size)) as job:
-        yield job
+    return join(args, partial(check_num_ranks, tensor_parallel_size=args.tensor_parallel_size))
 
 
-@contextmanager
-def join(args: argparse.Namespace, check: Callable[[LaunchInfo], object] = lambda _: None) -> Iterator[Job]:
-    """Run a block of a command among the ranks of its job (`join_ranks`)."""
+def join(
+    args: argparse.Namespace, check: Callable[[LaunchInfo], object] = lambda _: None
+) -> AbstractContextManager[Job]:
+    """Return the context of a block of a command among the ranks of its job (`join_ranks`)."""
     arguments = {name: value for name, value in vars(args).items() if name != "run"}
-    with join_ranks(args.device, args.timeout, arguments, check) as job:
-        yield job
+    return join_ranks(args.device, args.timeout, arguments, check)
 
 
 def dcp_config(args: argparse.Namespace, decode_context_parallel_size: int) -> DCPConfig:

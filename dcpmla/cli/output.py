@@ -30,16 +30,23 @@ def check_writable(option: str, path: Path | None, model: Path | None = None) ->
     if path is None:
         return
     try:
-        if path.exists() and not path.is_file():
-            raise ValueError(f"{option} is {path}, which exists and is not a file; give the name of a file")
+        _check_is_file(option, path)
         _check_not_in_model(option, path, model)
         with _new_file(path) as file:
             os.unlink(file.name)
     except OSError as error:
-        message = (
-            f"{option} is {path}, where no file can be written ({error.strerror}); give a path in a writable directory"
-        )
-        raise ValueError(message) from error
+        raise _unwritable(option, path, error) from error
+
+
+def _unwritable(option: str, path: Path, error: OSError) -> ValueError:
+    where = f"{path}, where no file can be written ({error.strerror})"
+    return ValueError(f"{option} is {where}; give a path in a writable directory")
+
+
+def _check_is_file(option: str, path: Path) -> None:
+    """Raise ValueError for a path that exists and is no file."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{option} is {path}, which exists and is not a file; give the name of a file")
 
 
 def _check_not_in_model(option: str, path: Path, model: Path | None) -> None:
@@ -166,14 +173,9 @@ def open_output_lines(path: Path, model: Path | None = None) -> Iterator[OutputL
         existed = path.exists()
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     except OSError as error:
-        message = (
-            f"--output-file is {path}, where no file can be written ({error.strerror}); "
-            f"give a path in a writable directory"
-        )
-        raise ValueError(message) from error
+        raise _unwritable("--output-file", path, error) from error
     try:
-        if not path.is_file():
-            raise ValueError(f"--output-file is {path}, which exists and is not a file; give the name of a file")
+        _check_is_file("--output-file", path)
         _lock(path, descriptor)
         lines = OutputLines(path, descriptor, path.read_bytes())
         if existed and not lines.num_bytes:

@@ -7,9 +7,10 @@ import os
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from dcpmla.bench.plots import check_outputs
-from dcpmla.cli.field_options import add_fields, values_of
+from dcpmla.cli.field_options import add_fields, reader, values_of
 from dcpmla.cli.options import format_list, positive, positive_list
 from dcpmla.cli.output import write_json
 from dcpmla.cli.plan_prompts import PromptPlan
@@ -17,7 +18,7 @@ from dcpmla.cli.plan_report import measured_report, plot, report
 from dcpmla.cli.plan_split import SplitPlan
 from dcpmla.cli.plan_tiers import TierPlan, check_sizes
 from dcpmla.config import DCPConfig
-from dcpmla.fields import check_fields, divisors, option_label, rules_of, whole
+from dcpmla.fields import divisors, whole
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.families.table import family_of
 from dcpmla.integrations.model_files import load_config
@@ -40,7 +41,7 @@ _ENGINE = (
     "expert_dtype",
     "speculative_method",
 )
-_LIMITS = {"input_len": rules_of(Traffic)["input_len"], "max_num_batched_tokens": whole(1, 1 << 24)}
+_MOST_TOKENS = {"max_num_batched_tokens": {"type": reader(whole(1, 1 << 24))}}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,15 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, metavar="OUT.json", help="write the plan")
     add("--plot", type=Path, metavar="OUT.png", help="draw step times and capacities; needs the extra plot")
     add_fields(parser, Setting, "layout and drafts", _LAYOUT)
-    add_fields(parser, EngineOptions, "engine", _ENGINE)
-    lengths = dict.fromkeys(("input_len", "output_len"), {"type": positive})
-    add_fields(parser, Traffic, "requests that arrive", changes=lengths)
+    add_fields(parser, EngineOptions, "engine", _ENGINE, changes=_MOST_TOKENS)
+    add_fields(parser, Traffic, "requests that arrive")
 
 
 def run(args: argparse.Namespace) -> None:
     """Predict, print, write."""
     check_outputs(args.json, args.plot, _inputs(args))
-    check_fields(_LIMITS, {name: getattr(args, name) for name in _LIMITS}, option_label)
     check_sizes(args.kv_offloading_size, args.kv_offloading_disk_size)
     model = load_model_size(args.model).with_expert_dtype(args.expert_dtype)
     machine = load_machine(args.machine, model)
@@ -84,16 +83,18 @@ def run(args: argparse.Namespace) -> None:
     deployments = [Deployment(machine, model, setting) for setting in _settings(args, model)]
     plans = [make_plan(deployment, args.batch, args.context) for deployment in deployments]
     best, reason = recommend(machine, plans, args.batch, args.context)
-    prompts = tiers = None
+    sections: dict[str, tuple[dict[str, Any], list[str]]] = {}
     if best is not None:
         prompts = PromptPlan(deployments[plans.index(best)], args.batch, args.context, args.max_num_batched_tokens)
+        sections["prompts"] = prompts.as_json(args.input_len), prompts.report(args.input_len)
         if args.kv_offloading_size is not None:
             sizes = args.kv_offloading_size, args.kv_offloading_disk_size
             tiers = TierPlan(best, prompts, args.context, *sizes)
-    split = None
+            sections["tiers"] = tiers.as_json(), tiers.report()
     if args.request_rate is not None:
-        num_gpus = args.num_gpus or max(args.tensor_parallel_size)
-        split = SplitPlan(deployments, Traffic(**values_of(Traffic, args)), num_gpus, args.max_num_batched_tokens)
+        traffic, num_gpus = Traffic(**values_of(Traffic, args)), args.num_gpus or max(args.tensor_parallel_size)
+        split = SplitPlan(deployments, traffic, num_gpus, args.max_num_batched_tokens)
+        sections["split"] = split.as_json(), split.report()
     if args.json:
         content = {
             "model": str(args.model),
@@ -102,21 +103,16 @@ def run(args: argparse.Namespace) -> None:
             "settings": [plan.as_json() for plan in plans],
             "recommended": best and {**best.as_json(), "reason": reason},
             "measured": [{**row, "predicted_us": round(time, 2)} for row, time in predicted if time is not None],
-            "prompts": prompts and prompts.as_json(args.input_len),
-            "tiers": tiers and tiers.as_json(),
-            "split": split and split.as_json(),
+            **dict.fromkeys(("prompts", "tiers", "split")),
+            **{name: content for name, (content, _) in sections.items()},
         }
         write_json(args.json, content)
     if args.plot:
         load = f"{args.model.name} on {machine.name}, {args.batch:,} x {args.context:,} tokens"
         plot(args.plot, plans, f"{load}: {best or 'nothing'} is recommended")
     print("\n".join(report(args, machine, model, plans, best, reason)))
-    if prompts is not None:
-        print("\n".join(["", *prompts.report(str(best), args.input_len)]))
-    if tiers is not None:
-        print("\n".join(["", *tiers.report()]))
-    if split is not None:
-        print("\n".join(["", *split.report()]))
+    for _, section in sections.values():
+        print("\n".join(["", *section]))
     if args.measured:
         print("\n".join(measured_report(args.measured, predicted)))
 

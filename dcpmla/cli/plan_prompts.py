@@ -7,6 +7,7 @@ from dcpmla.cli.output import align
 from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.mixed import MixedSteps
 from dcpmla.planning.prefill import PrefillCosts
+from dcpmla.planning.words import ms
 from dcpmla.runtime.costs import piece_tokens
 from dcpmla.runtime.graph_sizes import GraphSize, find_size, token_sizes
 
@@ -133,26 +134,22 @@ class PromptPlan:
         reuse = {name: getattr(self, name) for name in ("block_tokens", "least_state_tokens")}
         return {"steps": steps, "first_token": [asdict(way) for way in self.first_tokens(num_tokens)], "reuse": reuse}
 
-    def report(self, name: str, num_tokens: int) -> list[str]:
-        """Return the lines to print; `name` names the setting, `num_tokens` is the length of the prompt."""
-        decodes = f", alone and with {self.loads[-1]:,} decodes of {self._context:,} tokens" if self._has_both else ""
-        lines = [f"steps of {name} with a piece of a prompt{decodes}", *align([_cells(row) for row in self.steps()])]
-        if not self._has_both:
-            lines.append(f"decodes leave no room for prompts in a step of {self._limit:,} tokens")
+    def report(self, num_tokens: int) -> list[str]:
+        """Return the lines to print; `num_tokens` is the length of the prompt."""
         alone, *loaded = self.first_tokens(num_tokens)
-        line = f"a prompt of {num_tokens:,} tokens takes {_ms(alone.time_us)} ms to its first token"
+        decodes = f", alone and with {self.loads[-1]:,} decodes of {self._context:,} tokens" if loaded else ""
+        title = f"steps of {self.costs.deployment.setting} with a piece of a prompt{decodes}"
+        lines = [title, *align([_cells(row) for row in self.steps()])]
+        if not loaded:
+            lines.append(f"decodes leave no room for prompts in a step of {self._limit:,} tokens")
+        line = f"a prompt of {num_tokens:,} tokens takes {ms(alone.time_us)} ms to its first token"
         for load in loaded:
-            line += f"; with {load.num_decodes:,} decodes {_ms(load.time_us)} ms in {load.num_steps:,} steps"
-            line += f", each at most {_ms(load.longest_wait_us)} ms longer than with decodes alone"
+            line += f"; with {load.num_decodes:,} decodes {ms(load.time_us)} ms in {load.num_steps:,} steps"
+            line += f", each at most {ms(load.longest_wait_us)} ms longer than with decodes alone"
         reuse = f"prompts that begin alike reuse blocks of {self.block_tokens:,} tokens"
         if self.least_state_tokens is not None:
             reuse += f": the second a power of two blocks of at least {self.least_state_tokens:,} tokens, others all"
         return [*lines, line, reuse]
-
-    @property
-    def _has_both(self) -> bool:
-        """Return whether a step has room for decodes and prompts."""
-        return len(self.loads) > 1
 
 
 def _cells(steps: list[PromptStep]) -> dict[str, str]:
@@ -162,11 +159,11 @@ def _cells(steps: list[PromptStep]) -> dict[str, str]:
         "prompt tokens": f"{alone.new:,}",
         "after": f"{alone.context:,}",
         "graph": _graph(alone),
-        "step ms": _ms(alone.step_us["total"]),
+        "step ms": ms(alone.step_us["total"]),
     }
     for step in loaded:
-        cells |= {"graph with decodes": _graph(step), "with decodes ms": _ms(step.step_us["total"])}
-        cells["decodes wait ms"] = _ms(step.wait_us)
+        cells |= {"graph with decodes": _graph(step), "with decodes ms": ms(step.step_us["total"])}
+        cells["decodes wait ms"] = ms(step.wait_us)
     return cells
 
 
@@ -174,7 +171,3 @@ def _graph(step: PromptStep) -> str:
     if step.graph is None:
         return "none"
     return f"{step.graph.num_tokens:,}{' absorbed' if step.graph.is_whole else ''}"
-
-
-def _ms(time_us: float) -> str:
-    return f"{time_us / 1e3:.2f}"

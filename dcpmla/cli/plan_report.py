@@ -14,6 +14,7 @@ from dcpmla.planning.machine import Machine
 from dcpmla.planning.measured import Row, measured_us
 from dcpmla.planning.recommend import Plan, cache_bytes
 from dcpmla.planning.weights import ModelSize
+from dcpmla.planning.words import ms
 
 # Fields that are printed with a measured row.
 _SIZES = ("tp", "dcp", "heads", "tokens", "num_layers", "batch", "context", "input_len", "kv_cache_dtype")
@@ -84,14 +85,10 @@ def _cells(plan: Plan, parts: Sequence[str]) -> dict[str, str]:
         "fits": "yes" if plan.fits else "no",
         "longest": f"{plan.longest_context:,}",
         "tokens/s": "-" if plan.tokens_per_second is None else f"{plan.tokens_per_second:,.0f}",
-        "step ms": _ms(plan, "total"),
-        **{part: _ms(plan, part) for part in parts},
+        "step ms": ms(plan.step_us.get("total")),
+        **{part: ms(plan.step_us.get(part)) for part in parts},
         "beats tp from": crossover,
     }
-
-
-def _ms(plan: Plan, part: str) -> str:
-    return f"{plan.step_us[part] / 1e3:.2f}" if plan.fits else "-"
 
 
 def _capacity(machine: Machine, model: ModelSize, plans: Sequence[Plan]) -> list[str]:

@@ -12,6 +12,7 @@ from dcpmla.planning.recommend import make_plan
 from dcpmla.planning.servers import Piece, Server, Traffic
 from dcpmla.planning.split import Split
 from dcpmla.planning.split_choice import all_splits, recommend_split
+from dcpmla.planning.words import ms
 
 _NUM_ROWS = 12  # splits that are printed, the best first, besides the best servers that do both
 
@@ -106,14 +107,10 @@ def _cells(split: Split) -> dict[str, str]:
         "servers": str(split),
         "busy": f"{split.busy:.0%}",
         "link": f"{split.link_busy:.1%}" if split.num_prefill else "-",
-        "first token ms": _ms(split.time_to_first_token_us),
-        "transfer ms": _ms(split.transfer_us) if split.num_prefill else "-",
+        "first token ms": ms(split.time_to_first_token_us),
+        "transfer ms": ms(split.transfer_us) if split.num_prefill else "-",
         "running": "-" if split.num_running is None else f"{split.num_running:,}",
-        "token ms": _ms(split.time_per_token_us),
-        "99 % ms": _ms(split.time_per_token_p99_us),
+        "token ms": ms(split.time_per_token_us),
+        "99 % ms": ms(split.time_per_token_p99_us),
         "keeps up": "yes" if split.keeps_up else "no",
     }
-
-
-def _ms(time_us: float | None) -> str:
-    return "-" if time_us is None else f"{time_us / 1e3:,.2f}"

@@ -9,6 +9,7 @@ from dcpmla.fields import check_fields, option_label, rules_of
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.planning.recommend import Plan
 from dcpmla.planning.tiers import load_costs, make_tiers, shortest_load
+from dcpmla.planning.words import ms
 
 _LENGTHS = (1 << 15, 1 << 17, 1 << 19)  # tokens of the contexts whose loads are printed, besides the plan's own
 _SIZES = ("kv_offloading_size", "kv_offloading_disk_size")
@@ -114,8 +115,8 @@ class TierPlan:
             "MiB a rank": f"{load.bytes_per_rank / 2**20:,.1f}",
         }
         for name, time_us in load.load_us.items():
-            cells[f"{name} ms"] = f"{time_us / 1e3:,.2f}"
-        cells["prefill ms"] = f"{load.prefill_us / 1e3:,.2f}"
+            cells[f"{name} ms"] = ms(time_us)
+        cells["prefill ms"] = ms(load.prefill_us)
         for name, time_us in load.load_us.items():
             cells[f"prefill / {name}"] = f"{load.prefill_us / time_us:,.1f}"
         return cells

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from dcpmla.fields import is_whole
 from dcpmla.runtime.admission import check_prompt
 from dcpmla.runtime.sampling import SamplingParams
 
@@ -88,7 +89,7 @@ def _read_line(line: str, defaults: SamplingParams, files: "ModelFiles") -> Prom
     if not isinstance(values, dict):
         raise ValueError(f"a JSON object is expected, not {type(values).__name__}")
     request_id = values.pop("id", None)
-    if not isinstance(request_id, str | int) or isinstance(request_id, bool):
+    if not (isinstance(request_id, str) or is_whole(request_id)):
         raise ValueError(f'"id" is {json.dumps(request_id)}; it must be there, a string or a whole number')
     _check_text('"id"', request_id)
     contents = [values.pop(name) for name in ("prompt", "prompt_token_ids") if name in values]
@@ -98,10 +99,7 @@ def _read_line(line: str, defaults: SamplingParams, files: "ModelFiles") -> Prom
 
 
 def _is_prompt(prompt: object) -> bool:
-    is_ids = isinstance(prompt, list) and all(
-        isinstance(token, int) and not isinstance(token, bool) for token in prompt
-    )
-    return isinstance(prompt, str) or is_ids
+    return isinstance(prompt, str) or (isinstance(prompt, list) and all(map(is_whole, prompt)))
 
 
 def _prompt(

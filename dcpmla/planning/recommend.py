@@ -12,6 +12,7 @@ from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.machine import Machine
 from dcpmla.planning.search import smallest
 from dcpmla.planning.setting import Setting
+from dcpmla.planning.words import ms
 
 _LOAD = dict.fromkeys(("batch", "context"), whole(1, 1 << 40))
 _CLOSE = 0.02  # steps within this share of each other count as equal
@@ -130,10 +131,8 @@ def recommend(machine: Machine, plans: Sequence[Plan], batch: int, context: int)
         widest = max(plans, key=lambda plan: plan.kv_tokens_total * plan.num_replicas)
         if widest.kv_tokens_total == 0:
             least = min(plan.weight_bytes_per_rank for plan in plans)
-            return (
-                None,
-                f"No setting holds even the weights ({_gib(least)} a rank); use more ranks (-tp) or larger GPUs.",
-            )
+            weights = f"even the weights ({least / 2**30:.1f} GiB a rank)"
+            return None, f"No setting holds {weights}; use more ranks (-tp) or larger GPUs."
         return None, (
             f"No setting holds {load}; {widest} holds most: {widest.kv_tokens_total * widest.num_replicas:,} tokens, "
             f"{widest.max_num_seqs:,} such requests, or {batch:,} requests of {widest.longest_context:,}."
@@ -148,7 +147,7 @@ def recommend(machine: Machine, plans: Sequence[Plan], batch: int, context: int)
         if best.step_us["total"] == shortest
         else f"a step within {_CLOSE:.0%} of the shortest at the smallest DCP"
     )
-    reason = f"{len(fitting)} of {len(plans)} settings hold {load}; of these {best} has {rank}, {_ms(best)}"
+    reason = f"{len(fitting)} of {len(plans)} settings hold {load}; of these {best} has {rank}, {_step(best)}"
     return best, f"{reason}{_against_plain(best, plans)}.{_crossing(machine, best, fitting)}"
 
 
@@ -164,12 +163,12 @@ def _against_plain(best: Plan, plans: Sequence[Plan]) -> str:
         return (
             ""
             if sharded is None
-            else f" (dcp {sharded.dcp}: {_ms(sharded)}, its exchange costs what its attention saves)"
+            else f" (dcp {sharded.dcp}: {_step(sharded)}, its exchange costs what its attention saves)"
         )
     plain = next((plan for plan in same if plan.dcp == 1), None)
     if plain is None:
         return ""
-    return f" (plain TP: {_ms(plain)})" if plain.fits else f" (plain TP holds {plain.kv_tokens_total:,} tokens only)"
+    return f" (plain TP: {_step(plain)})" if plain.fits else f" (plain TP holds {plain.kv_tokens_total:,} tokens only)"
 
 
 def _crossing(machine: Machine, best: Plan, fitting: Sequence[Plan]) -> str:
@@ -188,7 +187,7 @@ def _crossing(machine: Machine, best: Plan, fitting: Sequence[Plan]) -> str:
         return f" {verdict}: {_exchange(best)}; {_exchange(other)} over {other.dcp_num_nodes} nodes."
     if other is None:
         return f" Only DCP across nodes holds the load: {_exchange(best)} over {best.dcp_num_nodes} nodes."
-    inside = f"inside a node {_exchange(other)}" if other.dcp > 1 else f"tp {other.tp} without DCP takes {_ms(other)}"
+    inside = f"inside a node {_exchange(other)}" if other.dcp > 1 else f"tp {other.tp} without DCP takes {_step(other)}"
     return f" DCP across nodes is worth it here: {_exchange(best)} over {best.dcp_num_nodes} nodes; {inside}."
 
 
@@ -205,14 +204,10 @@ def _crossover(sharded: Deployment, batch: int, context: int) -> dict[str, int |
     }
 
 
-def _ms(plan: Plan) -> str:
-    return f"{plan.step_us['total'] / 1e3:.2f} ms"
-
-
 def _exchange(plan: Plan) -> str:
-    exchange = (plan.step_us["gather"] + plan.step_us["combine"]) / 1e3
-    return f"tp {plan.tp}, dcp {plan.dcp} pays {exchange:.2f} ms of {_ms(plan)} for its exchange"
+    exchange_us = plan.step_us["gather"] + plan.step_us["combine"]
+    return f"tp {plan.tp}, dcp {plan.dcp} pays {ms(exchange_us)} ms of {_step(plan)} for its exchange"
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"
+def _step(plan: Plan) -> str:
+    return f"{ms(plan.step_us['total'])} ms"

@@ -83,17 +83,13 @@ def predict_split(
     has_room = prefill.num_prompts >= 2
     queue_us = _queue_us(busy, service_us) if has_room else None
     tokens = decode.setting.tokens_a_step
-    obstacle = ""
-    if not has_room:
-        obstacle = (
-            f"a prefill server holds {prefill.num_prompts:,} of 2 prompts: the next is computed while one is sent"
-        )
-    elif busy > MOST_BUSY:
-        obstacle = f"prompts need {busy:.0%} of the prefill servers' time"
-    elif link_busy > MOST_BUSY:
-        obstacle = f"transfers need {link_busy:.0%} of a link's time"
-    elif num_running is None:
-        obstacle = _too_many(decode)
+    held = f"a prefill server holds {prefill.num_prompts:,} of 2 prompts"
+    obstacles = {
+        f"{held}: the next is computed while one is sent": not has_room,
+        f"prompts need {busy:.0%} of the prefill servers' time": busy > MOST_BUSY,
+        f"transfers need {link_busy:.0%} of a link's time": link_busy > MOST_BUSY,
+        _too_many(decode): num_running is None,
+    }
     return Split(
         prefill=str(prefill.setting),
         num_prefill=num_prefill,
@@ -108,7 +104,7 @@ def predict_split(
         num_running=num_running,
         time_per_token_us=None if num_running is None else decode.decode_us(num_running) / tokens,
         time_per_token_p99_us=None if num_running is None else decode.decode_us(_high(num_running)) / tokens,
-        obstacle=obstacle,
+        obstacle=next((words for words, is_met in obstacles.items() if is_met), ""),
     )
 
 

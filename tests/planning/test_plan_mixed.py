@@ -133,7 +133,7 @@ def test_decodes_without_room_for_prompts(v3: ModelSize) -> None:
     assert prompts_of(v3, setting, 15, 100, 64).loads == (0, 15)
     full = prompts_of(v3, setting, 16, 100, 64)
     assert full.loads == (0,)
-    assert "decodes leave no room for prompts in a step of 64 tokens" in full.report("", 100)
+    assert "decodes leave no room for prompts in a step of 64 tokens" in full.report(100)
     many = replace(setting, num_gpus=16)
     assert prompts_of(v3, many, 30, 100, 64).loads == (0, 15), "each replica has its share"
 
