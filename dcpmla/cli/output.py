@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -69,6 +69,13 @@ def align(rows: Sequence[Mapping[str, str]]) -> list[str]:
     lines = [list(rows[0]), *(list(row.values()) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+
+
+class Section(NamedTuple):
+    """A part of a report: its contents in JSON, and the lines to print."""
+
+    content: dict[str, Any]
+    lines: list[str]
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -7,16 +7,15 @@ import os
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from dcpmla.bench.plots import check_outputs
 from dcpmla.cli.field_options import add_fields, reader, values_of
 from dcpmla.cli.options import format_list, positive, positive_list
-from dcpmla.cli.output import write_json
+from dcpmla.cli.output import Section, write_json
 from dcpmla.cli.plan_prompts import PromptPlan
 from dcpmla.cli.plan_report import measured_report, plot, report
-from dcpmla.cli.plan_split import SplitPlan
-from dcpmla.cli.plan_tiers import TierPlan, check_sizes
+from dcpmla.cli.plan_split import split_section
+from dcpmla.cli.plan_tiers import check_sizes, tier_section
 from dcpmla.config import DCPConfig
 from dcpmla.fields import divisors, whole
 from dcpmla.integrations.engine_options import EngineOptions
@@ -83,18 +82,16 @@ def run(args: argparse.Namespace) -> None:
     deployments = [Deployment(machine, model, setting) for setting in _settings(args, model)]
     plans = [make_plan(deployment, args.batch, args.context) for deployment in deployments]
     best, reason = recommend(machine, plans, args.batch, args.context)
-    sections: dict[str, tuple[dict[str, Any], list[str]]] = {}
+    sections: dict[str, Section] = {}
     if best is not None:
         prompts = PromptPlan(deployments[plans.index(best)], args.batch, args.context, args.max_num_batched_tokens)
-        sections["prompts"] = prompts.as_json(args.input_len), prompts.report(args.input_len)
+        sections["prompts"] = prompts.section(args.input_len)
         if args.kv_offloading_size is not None:
             sizes = args.kv_offloading_size, args.kv_offloading_disk_size
-            tiers = TierPlan(best, prompts, args.context, *sizes)
-            sections["tiers"] = tiers.as_json(), tiers.report()
+            sections["tiers"] = tier_section(best, prompts, args.context, *sizes)
     if args.request_rate is not None:
         traffic, num_gpus = Traffic(**values_of(Traffic, args)), args.num_gpus or max(args.tensor_parallel_size)
-        split = SplitPlan(deployments, traffic, num_gpus, args.max_num_batched_tokens)
-        sections["split"] = split.as_json(), split.report()
+        sections["split"] = split_section(deployments, traffic, num_gpus, args.max_num_batched_tokens)
     if args.json:
         content = {
             "model": str(args.model),
@@ -104,15 +101,15 @@ def run(args: argparse.Namespace) -> None:
             "recommended": best and {**best.as_json(), "reason": reason},
             "measured": [{**row, "predicted_us": round(time, 2)} for row, time in predicted if time is not None],
             **dict.fromkeys(("prompts", "tiers", "split")),
-            **{name: content for name, (content, _) in sections.items()},
+            **{name: section.content for name, section in sections.items()},
         }
         write_json(args.json, content)
     if args.plot:
         load = f"{args.model.name} on {machine.name}, {args.batch:,} x {args.context:,} tokens"
         plot(args.plot, plans, f"{load}: {best or 'nothing'} is recommended")
     print("\n".join(report(args, machine, model, plans, best, reason)))
-    for _, section in sections.values():
-        print("\n".join(["", *section]))
+    for section in sections.values():
+        print("\n".join(["", *section.lines]))
     if args.measured:
         print("\n".join(measured_report(args.measured, predicted)))
 

@@ -1,9 +1,8 @@
 """Predicted steps with pieces of prompts, cut and padded as the engine does it, and the waits that follow from them."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
-from dcpmla.cli.output import align
+from dcpmla.cli.output import Section, align
 from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.mixed import MixedSteps
 from dcpmla.planning.prefill import PrefillCosts
@@ -124,22 +123,18 @@ class PromptPlan:
             [self.step(size, context, load) for load in self.loads] for context in (0, self._context) for size in sizes
         ]
 
-    def first_tokens(self, num_tokens: int) -> list[FirstToken]:
-        """Return the way of a prompt under each load."""
-        return [self.first_token(num_tokens, load) for load in self.loads]
-
-    def as_json(self, num_tokens: int) -> dict[str, Any]:
+    def section(self, num_tokens: int) -> Section:
         """Return all predictions; `num_tokens` is the length of the prompt."""
-        steps = [asdict(step) | {"graph": step.graph and step.graph._asdict()} for row in self.steps() for step in row]
-        reuse = {name: getattr(self, name) for name in ("block_tokens", "least_state_tokens")}
-        return {"steps": steps, "first_token": [asdict(way) for way in self.first_tokens(num_tokens)], "reuse": reuse}
-
-    def report(self, num_tokens: int) -> list[str]:
-        """Return the lines to print; `num_tokens` is the length of the prompt."""
-        alone, *loaded = self.first_tokens(num_tokens)
+        rows, first_tokens = self.steps(), [self.first_token(num_tokens, load) for load in self.loads]
+        content = {
+            "steps": [asdict(step) | {"graph": step.graph and step.graph._asdict()} for row in rows for step in row],
+            "first_token": [asdict(way) for way in first_tokens],
+            "reuse": {name: getattr(self, name) for name in ("block_tokens", "least_state_tokens")},
+        }
+        alone, *loaded = first_tokens
         decodes = f", alone and with {self.loads[-1]:,} decodes of {self._context:,} tokens" if loaded else ""
         title = f"steps of {self.costs.deployment.setting} with a piece of a prompt{decodes}"
-        lines = [title, *align([_cells(row) for row in self.steps()])]
+        lines = [title, *align([_cells(row) for row in rows])]
         if not loaded:
             lines.append(f"decodes leave no room for prompts in a step of {self._limit:,} tokens")
         line = f"a prompt of {num_tokens:,} tokens takes {ms(alone.time_us)} ms to its first token"
@@ -149,7 +144,7 @@ class PromptPlan:
         reuse = f"prompts that begin alike reuse blocks of {self.block_tokens:,} tokens"
         if self.least_state_tokens is not None:
             reuse += f": the second a power of two blocks of at least {self.least_state_tokens:,} tokens, others all"
-        return [*lines, line, reuse]
+        return Section(content, [*lines, line, reuse])
 
 
 def _cells(steps: list[PromptStep]) -> dict[str, str]:

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
 
-from dcpmla.cli.output import align
+from dcpmla.cli.output import Section, align
 from dcpmla.cli.plan_prompts import PromptPlan
 from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.recommend import make_plan
@@ -50,8 +50,10 @@ def plan_server(deployment: Deployment, traffic: Traffic, max_num_batched_tokens
     )
 
 
-class SplitPlan:
-    """All divisions of GPUs between servers under a load.
+def split_section(
+    deployments: Sequence[Deployment], traffic: Traffic, num_gpus: int, max_num_batched_tokens: int
+) -> Section:
+    """Return all divisions of GPUs between servers under a load.
 
     Args:
         deployments: Model in the settings that a server may have, on one machine.
@@ -59,38 +61,26 @@ class SplitPlan:
         num_gpus: Number of GPUs.
         max_num_batched_tokens: Limit of a step's tokens.
     """
-
-    def __init__(
-        self, deployments: Sequence[Deployment], traffic: Traffic, num_gpus: int, max_num_batched_tokens: int
-    ) -> None:
-        self._traffic, self._num_gpus = traffic, num_gpus
-        servers = [plan_server(deployment, traffic, max_num_batched_tokens) for deployment in deployments]
-        self.splits = all_splits(deployments[0].machine, traffic, servers, num_gpus)
-        self.best, self.reason = recommend_split(self.splits)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return all predictions."""
-        return {
-            **asdict(self._traffic),
-            "num_gpus": self._num_gpus,
-            "splits": [_as_json(split) for split in self.splits],
-            "recommended": self.best and _as_json(self.best),
-            "reason": self.reason,
-        }
-
-    def report(self) -> list[str]:
-        """Return the lines to print."""
-        traffic = self._traffic
-        load = f"{traffic.request_rate:g} requests a second of {traffic.input_len:,} + {traffic.output_len:,} tokens"
-        ordered = sorted(self.splits, key=_order)
-        shown = [split for split in ordered if split.num_prefill][:_NUM_ROWS]
-        shown += [split for split in ordered if not split.num_prefill][:_NUM_ROWS]
-        verdict = "none" if self.best is None else str(self.best)
-        return [
-            f"{self._num_gpus:,} GPUs as prefill and decode servers, and as servers that do both, under {load}",
-            *align([_cells(split) for split in shown]),
-            f"recommended: {verdict}. {self.reason}",
-        ]
+    servers = [plan_server(deployment, traffic, max_num_batched_tokens) for deployment in deployments]
+    splits = all_splits(deployments[0].machine, traffic, servers, num_gpus)
+    best, reason = recommend_split(splits)
+    load = f"{traffic.request_rate:g} requests a second of {traffic.input_len:,} + {traffic.output_len:,} tokens"
+    ordered = sorted(splits, key=_order)
+    shown = [split for split in ordered if split.num_prefill][:_NUM_ROWS]
+    shown += [split for split in ordered if not split.num_prefill][:_NUM_ROWS]
+    content = {
+        **asdict(traffic),
+        "num_gpus": num_gpus,
+        "splits": [_as_json(split) for split in splits],
+        "recommended": best and _as_json(best),
+        "reason": reason,
+    }
+    lines = [
+        f"{num_gpus:,} GPUs as prefill and decode servers, and as servers that do both, under {load}",
+        *align([_cells(split) for split in shown]),
+        f"recommended: {best or 'none'}. {reason}",
+    ]
+    return Section(content, lines)
 
 
 def _as_json(split: Split) -> dict[str, Any]:

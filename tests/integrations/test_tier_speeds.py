@@ -47,8 +47,8 @@ def test_the_rule() -> None:
     """Computing costs a share of a step's start; the disk's blocks are read into host memory first."""
     speeds = TierSpeeds(copy=Line(10.0, 0.001), read=Line(100.0, 0.01), prefill=Line(800.0, 0.1), num_tokens=100)
     host, disk = speeds.costs(PLAN, PIECES, 80, logs=False)
-    assert host.load_us(33, False) == pytest.approx(10 + 0.001 * 3000)
-    assert disk.load_us(33, False) == pytest.approx(110 + 0.011 * 3000)
+    assert host.load_us(33) == pytest.approx(10 + 0.001 * 3000)
+    assert disk.load_us(33) == pytest.approx(110 + 0.011 * 3000)
     # A token costs 10.1 us at the start, and 10.2 after 1,000 others.
     assert [host.should_load(tokens, 0) for tokens in (1, 2)] == [False, True]
     assert [disk.should_load(tokens, 0) for tokens in (11, 12)] == [False, True]

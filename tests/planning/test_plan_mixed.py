@@ -133,7 +133,7 @@ def test_decodes_without_room_for_prompts(v3: ModelSize) -> None:
     assert prompts_of(v3, setting, 15, 100, 64).loads == (0, 15)
     full = prompts_of(v3, setting, 16, 100, 64)
     assert full.loads == (0,)
-    assert "decodes leave no room for prompts in a step of 64 tokens" in full.report(100)
+    assert "decodes leave no room for prompts in a step of 64 tokens" in full.section(100).lines
     many = replace(setting, num_gpus=16)
     assert prompts_of(v3, many, 30, 100, 64).loads == (0, 15), "each replica has its share"
 
@@ -154,5 +154,5 @@ def test_every_family_has_steps(family: str) -> None:
     (alone, beside), *_ = prompts.steps()
     assert alone.wait_us == 0 < beside.wait_us <= beside.step_us["total"]
     assert alone.step_us["total"] <= beside.step_us["total"]
-    content: Any = json.loads(json.dumps(prompts.as_json(300)))
+    content: Any = json.loads(json.dumps(prompts.section(300).content))
     assert [way["num_steps"] for way in content["first_token"]] == [2, len(prompts.pieces(300, 4))]

@@ -67,7 +67,7 @@ def test_a_load_has_the_bytes_of_the_cache(family: str) -> None:
     cache = replace(block, num_blocks=64, num_states=min(1, block.num_states))
     num_bytes = sum(tensor.nbytes for tensor in cache.allocate(CPU).tensors)
     costs = load_costs(PrefillCosts(Deployment(H200X8, model, plan), 8192))["host"]
-    loaded = costs.load_bytes(cache.tokens_total, with_state=block.bytes_per_state > 0)
+    loaded = costs.load_bytes(cache.tokens_total)
     assert cache.tokens_total == 64 * block.block_tokens
     assert 0.9 * num_bytes <= loaded <= num_bytes  # pages of small blocks are padded
 
@@ -93,9 +93,9 @@ def test_each_rank_loads_its_part_over_its_own_link(dcp: int, v3: ModelSize) -> 
     """The last block counts whole. Disks are read before the copy to the GPU."""
     num_bytes = -(-100_000 // (64 * dcp)) * 64 * ROW
     host, disk = (costs_of(v3, dcp, tier) for tier in ("host", "disk"))
-    assert host.load_bytes(100_000, with_state=False) == num_bytes
-    assert host.load_us(100_000, with_state=False) == pytest.approx(LAUNCHES_US + num_bytes / 50e3)
-    assert disk.load_us(100_000, with_state=False) == pytest.approx(LAUNCHES_US + num_bytes / 50e3 + num_bytes / 5e3)
+    assert host.load_bytes(100_000) == num_bytes
+    assert host.load_us(100_000) == pytest.approx(LAUNCHES_US + num_bytes / 50e3)
+    assert disk.load_us(100_000) == pytest.approx(LAUNCHES_US + num_bytes / 50e3 + num_bytes / 5e3)
 
 
 @given(dcp=st.sampled_from([1, 8]), num_tokens=st.integers(1, 1 << 20), context=st.integers(0, 1 << 20))
