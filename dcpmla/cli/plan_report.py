@@ -57,11 +57,8 @@ def _table(plans: Sequence[Plan]) -> list[str]:
     """Return aligned columns: contents of a rank, capacity, the step and its parts in milliseconds, and the context at
     which DCP starts to win. Plans that do not fit have no times.
     """
-    parts = _parts(plans)
-    rows = [_cells(plan, parts) for plan in plans]
-    if all(plan.num_replicas == 1 for plan in plans):
-        rows = [{name: cell for name, cell in row.items() if name != "replicas"} for row in rows]
-    return align(rows)
+    parts, has_replicas = _parts(plans), any(plan.num_replicas > 1 for plan in plans)
+    return align([_cells(plan, parts, has_replicas) for plan in plans])
 
 
 def _parts(plans: Sequence[Plan]) -> list[str]:
@@ -69,7 +66,7 @@ def _parts(plans: Sequence[Plan]) -> list[str]:
     return next(([part for part in plan.step_us if part != "total"] for plan in plans if plan.fits), [])
 
 
-def _cells(plan: Plan, parts: Sequence[str]) -> dict[str, str]:
+def _cells(plan: Plan, parts: Sequence[str], has_replicas: bool) -> dict[str, str]:
     crossover = "-"
     if plan.crossover:
         context = plan.crossover["context_at_batch"]
@@ -79,7 +76,7 @@ def _cells(plan: Plan, parts: Sequence[str]) -> dict[str, str]:
         "dcp": str(plan.dcp),
         "exchange": plan.exchange,
         "cache": plan.kv_cache_dtype,
-        "replicas": f"{plan.num_replicas:,}",
+        **({"replicas": f"{plan.num_replicas:,}"} if has_replicas else {}),
         "weights": f"{plan.weight_bytes_per_rank / 2**30:.1f} GiB",
         "KV tokens": f"{plan.kv_tokens_total:,}",
         "fits": "yes" if plan.fits else "no",

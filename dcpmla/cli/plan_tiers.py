@@ -75,14 +75,8 @@ def tier_section(
         *align([_load_cells(load, tiers) for load in loads]),
         *(_threshold(name, num_tokens) for name, num_tokens in loads_from.items()),
     ]
-    return Section(
-        {
-            "tiers": [asdict(tier) for tier in tiers],
-            "loads": [asdict(load) for load in loads],
-            "loads_from": loads_from,
-        },
-        lines,
-    )
+    content = {"tiers": [*map(asdict, tiers)], "loads": [*map(asdict, loads)], "loads_from": loads_from}
+    return Section(content, lines)
 
 
 def _tier_cells(tier: Tier, context: int) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -115,10 +114,12 @@ def _prompt(
         )
     for text in (prompt, *params.stop):
         _check_text(name, text)
-    token_ids = _tokenize(prompt, files) if isinstance(prompt, str) else prompt
-    check_prompt(name, token_ids, files.config.vocab_size, files.max_model_len)
+    if isinstance(prompt, str):
+        assert files.tokenizer is not None
+        prompt = list(files.tokenizer(prompt)["input_ids"])
+    check_prompt(name, prompt, files.config.vocab_size, files.max_model_len)
     params.check_vocabulary(files.config.vocab_size)
-    return Prompt(request_id, token_ids, params.at_most(files.max_model_len - len(token_ids)))
+    return Prompt(request_id, prompt, params.at_most(files.max_model_len - len(prompt)))
 
 
 def _check_text(name: str, text: object) -> None:
@@ -130,12 +131,6 @@ def _check_text(name: str, text: object) -> None:
             raise ValueError(
                 f"{name} has {text[error.start]!r} at position {error.start}, which is no character of Unicode"
             ) from error
-
-
-def _tokenize(prompt: str, files: "ModelFiles") -> list[int]:
-    assert files.tokenizer is not None
-    encoded: Mapping[str, Any] = files.tokenizer(prompt)
-    return list(encoded["input_ids"])
 
 
 def _defaults(args: argparse.Namespace, index: int) -> SamplingParams:

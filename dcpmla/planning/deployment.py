@@ -140,17 +140,18 @@ class Deployment:
         """Return the time that one parameter adds to a step, by part: its kernel, and the collective that its cut
         needs.
         """
-        machine, part = self.machine, "projections" if parameter.is_attention else "rest"
+        machine, group = self.machine, parameter.part
+        part = "projections" if group == "attention" else "rest"
         if not parameter.is_matrix:  # norms are kernels, but in the sums before them; biases ride along with others
             is_kernel = parameter.name.endswith("norm.weight") and not parameter.is_block_norm
             return {part: machine.kernel_us if is_kernel else 0.0}
-        if parameter.part == "embedding":
+        if group == "embedding":
             return {"rest": machine.kernel_us}
         time = self._matmul_us(parameter, num_tokens)
         if parameter.is_hyper_connection:
             num_bytes = _STREAM_PASSES * num_tokens * parameter.shape[-1] * _ACTIVATION_BYTES
             return {part: time + num_bytes / machine.hbm_gb_per_s / 1e3}
-        if parameter.part == "head":
+        if group == "head":
             return {"rest": time + self._gather_logits_us(parameter, num_tokens)}
         if parameter.is_joined or parameter.is_shared_expert:
             time -= machine.product_us  # it is part of another product's kernel
@@ -159,7 +160,7 @@ class Deployment:
         if parameter.style != "row" or parameter.is_shared_expert:  # summed with the routed experts
             return {part: time}
         all_reduce = self._all_reduce_us(parameter.shape[-2], num_tokens)
-        if parameter.is_attention:
+        if group == "attention":
             return {"projections": time, "rest": all_reduce}
         if parameter.is_expert and self.model.has_shortcut:
             all_reduce = machine.kernel_us  # the addition

@@ -97,13 +97,10 @@ def kernel_rates(machine: Machine) -> Rates:
     products = machine.matmul_tflops / H200X8.matmul_tflops
     copies = machine.copy_gb_per_s / H200X8.copy_gb_per_s
     links = (machine.direct or machine.all_gather).gb_per_s / assumed_link.gb_per_s
+    of_products = ("matmul_tflops", "mha_tflops", "masked_tflops", "absorbed_tflops", "selected_tflops")
     return replace(
         rates,
-        matmul_tflops=products * rates.matmul_tflops,
-        mha_tflops=products * rates.mha_tflops,
-        masked_tflops=products * rates.masked_tflops,
-        absorbed_tflops=products * rates.absorbed_tflops,
-        selected_tflops=products * rates.selected_tflops,
+        **{name: products * getattr(rates, name) for name in of_products},
         decode_tflops=machine.attention_tflops,
         decode_gb_per_s=machine.attention_read_share * machine.hbm_gb_per_s,
         gb_per_s=copies * rates.gb_per_s,

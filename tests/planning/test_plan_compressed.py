@@ -103,7 +103,7 @@ def test_ranks_cut_heads_and_groups_and_hold_the_rest_whole() -> None:
     sizes = {
         (p.name.split("self_attn.")[1].removesuffix(".weight"), p.shape[0]): p
         for p in read("flash").parameters
-        if p.is_attention
+        if p.part == "attention"
     }
     cut = {name for (name, _), p in sizes.items() if p.shard_shape(8) != p.shape}
     assert cut == {"q_b_proj", "o_a_proj", "o_b_proj", "sinks"}
