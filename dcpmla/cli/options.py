@@ -1,25 +1,55 @@
-"""Options, start-up and engine, shared by the commands that run ranks."""
+"""Options, start-up and engine, shared by the commands that run ranks: a model's source, its layout (`DCPConfig`), its
+engine (`EngineOptions`).
+"""
 
 import argparse
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from dcpmla.cli.field_options import list_reader, reader
-from dcpmla.config import DCPConfig
+from dcpmla.cli.field_options import add_fields, list_reader, reader
+from dcpmla.config import KV_CACHE_DTYPES, DCPConfig
 from dcpmla.fields import Rule, is_whole, number, whole
 from dcpmla.integrations.arguments import layout
+from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.job.bootstrap import DEVICES
 from dcpmla.job.join import TIMEOUT, Job, check_num_ranks, join_ranks
 from dcpmla.job.launcher import LaunchInfo
 from dcpmla.planning.capacity import FORMATS
+
+# Fields of `DCPConfig` that `add_fields` does not add: two have options of their own, and the third has none.
+_APART = ("tensor_parallel_size", "decode_context_parallel_size", "context_workspace_tokens")
 
 if TYPE_CHECKING:  # these import transformers, which only commands that run a model need
     from dcpmla.comm.select import ChosenExchange
     from dcpmla.integrations.open_model import ModelFiles
     from dcpmla.runtime.engine import Engine
     from dcpmla.runtime.graph import StepGraph
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser, dcp_sizes: Callable[[str], object] = int) -> None:
+    """Add the options of a model, its layout and its engine; dcp_sizes reads the value of -dcp."""
+    add = parser.add_argument
+    add("--model", required=True, metavar="DIR_OR_ID", help="directory of a safetensors checkpoint, or a hub id")
+    add("--revision", metavar="REV", help="branch, tag or commit of a hub id; default: its main branch")
+    tp = "ranks that cut the heads; all ranks of the job"
+    add("-tp", "--tensor-parallel-size", type=int, default=1, metavar="N", help=tp)
+    dcp = "ranks that share one cache; divides -tp"
+    add("-dcp", "--decode-context-parallel-size", type=dcp_sizes, default="1", metavar="D", help=dcp)
+    add("--max-model-len", type=int, metavar="L", help="longest sequence, prompt and answer; default: the model's")
+    names = [field.name for field in fields(DCPConfig) if field.name not in _APART]
+    options = {"exchange_timeout": "--dcp-exchange-timeout", "check_exchange": "--dcp-check-exchange"}
+    changes: dict[str, dict[str, Any]] = {
+        "exchange_timeout": {"type": seconds, "metavar": "S"},
+        "block_size": {"type": int},  # the dataclass checks it
+        "kv_cache_dtype": {"choices": (*KV_CACHE_DTYPES, "fp8_e4m3")},
+    }
+    add_fields(parser, DCPConfig, "layout of the cache", names, options, changes)
+    add_fields(parser, EngineOptions, "engine")
+    parser.set_defaults(cp_kv_cache_interleave_size=None)  # it depends on other options (`layout`)
+    add_job_arguments(parser)
 
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +92,6 @@ def build_engine(
 ) -> "tuple[Engine, ChosenExchange]":
     """Load the model as the options say; rank 0 prints the outcome. Collective."""
     from dcpmla import llm
-    from dcpmla.integrations.engine_options import EngineOptions
 
     engine, chosen = llm.build_engine(job, dcp, files, EngineOptions.of(vars(args)), seq_lens)
     if job.ranks.is_first:

@@ -9,9 +9,8 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from dcpmla.cli.engine_arguments import add_engine_arguments
 from dcpmla.cli.field_options import add_fields, values_of
-from dcpmla.cli.options import build_engine, dcp_config, start
+from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, start
 from dcpmla.config import DCPConfig
 from dcpmla.extras import needed_by
 from dcpmla.integrations.open_model import check_layout, open_model

@@ -6,9 +6,8 @@ from dataclasses import fields
 import pytest
 
 from dcpmla.__main__ import build_parser
-from dcpmla.cli.engine_arguments import add_engine_arguments
 from dcpmla.cli.field_options import texts_of
-from dcpmla.cli.options import graph_lines
+from dcpmla.cli.options import add_engine_arguments, graph_lines
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.runtime.sampling import SamplingParams
