@@ -142,11 +142,9 @@ def recommend(machine: Machine, plans: Sequence[Plan], batch: int, context: int)
         (plan for plan in fitting if plan.step_us["total"] <= shortest * (1 + _CLOSE)),
         key=lambda p: (p.dcp, p.step_us["total"]),
     )
-    rank = (
-        "the shortest step"
-        if best.step_us["total"] == shortest
-        else f"a step within {_CLOSE:.0%} of the shortest at the smallest DCP"
-    )
+    rank = "the shortest step"
+    if best.step_us["total"] > shortest:
+        rank = f"a step within {_CLOSE:.0%} of the shortest at the smallest DCP"
     reason = f"{len(fitting)} of {len(plans)} settings hold {load}; of these {best} has {rank}, {_step(best)}"
     return best, f"{reason}{_against_plain(best, plans)}.{_crossing(machine, best, fitting)}"
 
@@ -160,11 +158,8 @@ def _against_plain(best: Plan, plans: Sequence[Plan]) -> str:
     ]
     if best.dcp == 1:
         sharded = min((plan for plan in same if plan.fits), key=lambda plan: plan.step_us["total"], default=None)
-        return (
-            ""
-            if sharded is None
-            else f" (dcp {sharded.dcp}: {_step(sharded)}, its exchange costs what its attention saves)"
-        )
+        cause = "its exchange costs what its attention saves"
+        return "" if sharded is None else f" (dcp {sharded.dcp}: {_step(sharded)}, {cause})"
     plain = next((plan for plan in same if plan.dcp == 1), None)
     if plain is None:
         return ""
