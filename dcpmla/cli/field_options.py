@@ -75,7 +75,7 @@ def values_of(kind: type, args: argparse.Namespace) -> dict[str, Any]:
 def list_reader(rule: Rule, kind: type = int) -> Callable[[str], list[Any]]:
     """Return a function that reads values separated by commas for argparse, and checks each by a rule."""
     read = reader(rule, kind)
-    return lambda text: [read(item) for item in text.split(",")]
+    return lambda text: [read(item.strip()) for item in text.split(",")]
 
 
 def reader(rule: Rule, kind: type = int) -> Callable[[str], Any]:

@@ -13,6 +13,7 @@ from dcpmla.__main__ import main
 from dcpmla.cli.plan_split import plan_server
 from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.machine import H200X8
+from dcpmla.planning.search import smallest
 from dcpmla.planning.servers import Piece, Traffic
 from dcpmla.planning.setting import Setting
 from dcpmla.planning.split import MOST_BUSY, Split, predict_both, predict_split, transfer_bytes
@@ -243,6 +244,11 @@ def test_formats_of_the_cache_are_the_same_on_both_sides() -> None:
         ("tp 1, dcp 1, bf16", "tp 1, dcp 1, bf16"),
         ("tp 1, dcp 1, fp8", "tp 1, dcp 1, fp8"),
     ]
+
+
+@given(first=st.integers(1, 40), limit=st.integers(0, 40))
+def test_the_smallest_number_up_to_a_limit(first: int, limit: int) -> None:
+    assert smallest(lambda number: number >= first, limit) == (first if first <= limit else None)
 
 
 def test_a_planned_server(v3: ModelSize) -> None:
