@@ -39,8 +39,8 @@ from dcpmla.cli.options import positive, positive_list  # noqa: E402
 from dcpmla.cli.plan_prompts import PromptPlan  # noqa: E402
 from dcpmla.integrations.model_size import read_model  # noqa: E402
 from dcpmla.llm import LLM  # noqa: E402
+from dcpmla.planning.deployment import Deployment  # noqa: E402
 from dcpmla.planning.machine import H200X8  # noqa: E402
-from dcpmla.planning.recommend import make_plan  # noqa: E402
 from dcpmla.planning.setting import Setting  # noqa: E402
 from dcpmla.planning.tiers import load_costs  # noqa: E402
 from dcpmla.planning.weights import ModelSize  # noqa: E402
@@ -159,14 +159,14 @@ class Scale:
     def _time_us(self, model: ModelSize, source: str, context: int, num_new: int) -> float:
         args = self._args
         sizes = {"tp": args.tensor_parallel_size, "dcp": args.decode_context_parallel_size}
-        plan = make_plan(H200X8, model, Setting(**sizes, kv_cache_dtype="bf16"), 1, context)
-        prompts = PromptPlan(H200X8, model, plan, 1, context, args.max_num_batched_tokens)
+        deployment = Deployment(H200X8, model, Setting(**sizes, kv_cache_dtype="bf16"))
+        prompts = PromptPlan(deployment, 1, context, args.max_num_batched_tokens)
         if source == "prefill":
             return prompts.first_token(context + num_new, 0).time_us
         step_us = prompts.step(num_new, context, 0).step_us["total"]
         if source == "gpu":
             return step_us
-        return step_us + load_costs(H200X8, model, plan, prompts.costs)["host"].load_us(context, plan.num_states > 0)
+        return step_us + load_costs(prompts.costs)["host"].load_us(context)
 
 
 def main() -> None:

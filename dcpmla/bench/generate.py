@@ -21,8 +21,7 @@ from dcpmla.bench.runner import Benchmark
 from dcpmla.bench.step_times import is_quantized, modelled_times, size_of, step_times
 from dcpmla.bench.timing import largest
 from dcpmla.cache.formats import format_name
-from dcpmla.cli.engine_arguments import add_engine_arguments
-from dcpmla.cli.options import build_engine, dcp_config, positive, positive_list, seed, share_list
+from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, positive, positive_list, seed, share_list
 from dcpmla.integrations.families.table import attention_of
 from dcpmla.integrations.open_model import check_layout, open_model
 from dcpmla.integrations.sharded_model import ShardedModel

@@ -19,8 +19,7 @@ from dcpmla.bench.plots import draw_bars, new_figure, save_figure
 from dcpmla.bench.results import Row
 from dcpmla.bench.runner import Benchmark
 from dcpmla.cache.latent import num_blocks
-from dcpmla.cli.engine_arguments import add_engine_arguments
-from dcpmla.cli.options import build_engine, dcp_config, positive, positive_list, seed
+from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, positive, positive_list, seed
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.open_model import check_layout, open_model
 from dcpmla.job.bootstrap import Ranks

@@ -24,8 +24,8 @@ from dcpmla.model.moe import MoE
 from dcpmla.parallel.linear import Linear
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.planning.capacity import FORMATS
+from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.machine import H200X8
-from dcpmla.planning.predict import floor_us, predict_step
 from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
 from dcpmla.runtime.engine import Engine
@@ -105,6 +105,6 @@ def modelled_times(
         return {}
     options = {name: getattr(args, name) for name in ("index_cache_dtype", "enable_expert_parallel")}
     setting = Setting(tp=mesh.tp_size, dcp=mesh.dcp_size, kv_cache_dtype=kv_cache_dtype, **options)
-    load = size, setting, batch, context
-    predicted_us = round(predict_step(H200X8, *load, exchange)["total"], 1)
-    return {**floor_fields(floor_us(H200X8, *load), device_us), "predicted_us": predicted_us}
+    deployment = Deployment(H200X8, size, setting, exchange)
+    predicted_us = round(deployment.step_us(batch, context)["total"], 1)
+    return {**floor_fields(deployment.floor_us(batch, context), device_us), "predicted_us": predicted_us}

@@ -12,7 +12,7 @@ import torch
 
 from dcpmla.bench.results import dtype_name
 from dcpmla.cli.options import add_job_arguments, join
-from dcpmla.cli.output import check_writable, write_json
+from dcpmla.cli.output import align, check_writable, write_json
 from dcpmla.cli.rank_facts import RankFacts, find_facts
 from dcpmla.cli.self_tests import ExchangeTest, SelfTest, attention_self_tests, exchange_heads, judge
 from dcpmla.comm.exchange import Exchange
@@ -144,7 +144,7 @@ class _Examination:
         Raises:
             ValueError: The model does not exist, or does not support the mode.
         """
-        from dcpmla.cli.bit_tests import bit_tests  # imports transformers, which takes seconds
+        from dcpmla.cli.determinism import bit_tests  # imports transformers, which takes seconds
 
         for test in bit_tests(self._job, model, self._dtype):
             self._record([test])
@@ -201,6 +201,5 @@ def _join(versions: dict[str, str | None]) -> str:
 
 
 def _table(peers: Sequence[Sequence[str]]) -> list[str]:
-    lines = [["", *map(str, range(len(peers)))], *([str(index), *row] for index, row in enumerate(peers))]
-    width = max(len(cell) for line in lines for cell in line)
-    return ["  " + "  ".join(cell.rjust(width) for cell in line) for line in lines]
+    rows = [{"": str(index), **{str(other): cell for other, cell in enumerate(row)}} for index, row in enumerate(peers)]
+    return [f"  {line}" for line in align(rows)]

@@ -4,6 +4,7 @@ import argparse
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, Field, fields
 from typing import Any, get_args, get_type_hints
 
@@ -55,9 +56,9 @@ def _keywords(field: Field[Any], hint: Any, rule: Rule | None) -> dict[str, Any]
         return keywords | {"choices": rule.choices}
     kind = _scalar(hint)
     if rule is not None and rule.items is not None:
-        keywords |= {"nargs": "+", "type": _reader(kind, rule.items)}
+        keywords |= {"nargs": "+", "type": reader(rule.items, kind)}
     else:  # floats and texts are checked by the dataclass
-        keywords["type"] = _reader(kind, rule) if kind is int and rule is not None else kind
+        keywords["type"] = reader(rule) if kind is int and rule is not None else kind
     return keywords | {"metavar": _METAVARS[kind]}
 
 
@@ -66,11 +67,25 @@ def _scalar(hint: Any) -> Any:
     return hint if hint in _METAVARS else next(filter(None, map(_scalar, get_args(hint))), None)
 
 
-def _reader(kind: type, rule: Rule) -> Callable[[str], Any]:
+def values_of(kind: type, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the values of a dataclass's fields that have options."""
+    return {field.name: getattr(args, field.name) for field in fields(kind) if hasattr(args, field.name)}
+
+
+def list_reader(rule: Rule, kind: type = int) -> Callable[[str], list[Any]]:
+    """Return a function that reads values separated by commas for argparse, and checks each by a rule."""
+    read = reader(rule, kind)
+    return lambda text: [read(item.strip()) for item in text.split(",")]
+
+
+def reader(rule: Rule, kind: type = int) -> Callable[[str], Any]:
     """Return a function that reads a value for argparse, and checks it by its rule."""
 
     def read(text: str) -> Any:
-        value = int(text) if kind is int and text.removeprefix("-").isdecimal() else text
+        value: Any = text
+        if kind is not int or text.removeprefix("-").isdecimal():
+            with suppress(ValueError):
+                value = kind(text)
         if not rule.holds(value):
             raise argparse.ArgumentTypeError(f"{text!r} is not {rule.words}")
         return value

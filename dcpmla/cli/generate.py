@@ -11,9 +11,8 @@ import numpy as np
 
 from dcpmla.bench.results import dtype_name
 from dcpmla.cache.formats import format_name
-from dcpmla.cli.engine_arguments import add_engine_arguments
 from dcpmla.cli.field_options import add_fields
-from dcpmla.cli.options import build_engine, dcp_config, seed, start, token_ids
+from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, seed, start, token_ids
 from dcpmla.cli.output import OutputLines, check_writable, is_same_path, open_output_lines, write_arrays, write_json
 from dcpmla.cli.prompts import SAMPLING_OPTIONS, Prompt, prompts_from_file, prompts_from_options
 from dcpmla.comm.select import ChosenExchange

@@ -1,23 +1,55 @@
-"""Options, start-up and engine, shared by the commands that run ranks."""
+"""Options, start-up and engine, shared by the commands that run ranks: a model's source, its layout (`DCPConfig`), its
+engine (`EngineOptions`).
+"""
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from dcpmla.config import DCPConfig
+from dcpmla.cli.field_options import add_fields, list_reader, reader
+from dcpmla.config import KV_CACHE_DTYPES, DCPConfig
+from dcpmla.fields import Rule, is_whole, number, whole
 from dcpmla.integrations.arguments import layout
+from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.job.bootstrap import DEVICES
 from dcpmla.job.join import TIMEOUT, Job, check_num_ranks, join_ranks
 from dcpmla.job.launch_info import LaunchInfo
 from dcpmla.planning.capacity import FORMATS
+
+# Fields of `DCPConfig` that `add_fields` does not add: two have options of their own, and the third has none.
+_APART = ("tensor_parallel_size", "decode_context_parallel_size", "context_workspace_tokens")
 
 if TYPE_CHECKING:  # these import transformers, which only commands that run a model need
     from dcpmla.comm.select import ChosenExchange
     from dcpmla.integrations.open_model import ModelFiles
     from dcpmla.runtime.engine import Engine
     from dcpmla.runtime.graph import StepGraph
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser, dcp_sizes: Callable[[str], object] = int) -> None:
+    """Add the options of a model, its layout and its engine; dcp_sizes reads the value of -dcp."""
+    add = parser.add_argument
+    add("--model", required=True, metavar="DIR_OR_ID", help="directory of a safetensors checkpoint, or a hub id")
+    add("--revision", metavar="REV", help="branch, tag or commit of a hub id; default: its main branch")
+    tp = "ranks that cut the heads; all ranks of the job"
+    add("-tp", "--tensor-parallel-size", type=int, default=1, metavar="N", help=tp)
+    dcp = "ranks that share one cache; divides -tp"
+    add("-dcp", "--decode-context-parallel-size", type=dcp_sizes, default="1", metavar="D", help=dcp)
+    add("--max-model-len", type=int, metavar="L", help="longest sequence, prompt and answer; default: the model's")
+    names = [field.name for field in fields(DCPConfig) if field.name not in _APART]
+    options = {"exchange_timeout": "--dcp-exchange-timeout", "check_exchange": "--dcp-check-exchange"}
+    changes: dict[str, dict[str, Any]] = {
+        "exchange_timeout": {"type": seconds, "metavar": "S"},
+        "block_size": {"type": int},  # the dataclass checks it
+        "kv_cache_dtype": {"choices": (*KV_CACHE_DTYPES, "fp8_e4m3")},
+    }
+    add_fields(parser, DCPConfig, "layout of the cache", names, options, changes)
+    add_fields(parser, EngineOptions, "engine")
+    parser.set_defaults(cp_kv_cache_interleave_size=None)  # it depends on other options (`layout`)
+    add_job_arguments(parser)
 
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,23 +60,21 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     add("--timeout", type=seconds, default=TIMEOUT, metavar="S", help=timeout)
 
 
-@contextmanager
-def start(args: argparse.Namespace) -> Iterator[Job]:
-    """Run a block as `join` does, with -tp ranks.
+def start(args: argparse.Namespace) -> AbstractContextManager[Job]:
+    """Return the context of a block that runs as in `join`, with -tp ranks.
 
     Raises:
         ValueError: The number of ranks is not -tp.
     """
-    with join(args, partial(check_num_ranks, tensor_parallel_size=args.tensor_parallel_size)) as job:
-        yield job
+    return join(args, partial(check_num_ranks, tensor_parallel_size=args.tensor_parallel_size))
 
 
-@contextmanager
-def join(args: argparse.Namespace, check: Callable[[LaunchInfo], object] = lambda _: None) -> Iterator[Job]:
-    """Run a block of a command among the ranks of its job (`join_ranks`)."""
+def join(
+    args: argparse.Namespace, check: Callable[[LaunchInfo], object] = lambda _: None
+) -> AbstractContextManager[Job]:
+    """Return the context of a block of a command among the ranks of its job (`join_ranks`)."""
     arguments = {name: value for name, value in vars(args).items() if name != "run"}
-    with join_ranks(args.device, args.timeout, arguments, check) as job:
-        yield job
+    return join_ranks(args.device, args.timeout, arguments, check)
 
 
 def dcp_config(args: argparse.Namespace, decode_context_parallel_size: int) -> DCPConfig:
@@ -62,7 +92,6 @@ def build_engine(
 ) -> "tuple[Engine, ChosenExchange]":
     """Load the model as the options say; rank 0 prints the outcome. Collective."""
     from dcpmla import llm
-    from dcpmla.integrations.engine_options import EngineOptions
 
     engine, chosen = llm.build_engine(job, dcp, files, EngineOptions.of(vars(args)), seq_lens)
     if job.ranks.is_first:
@@ -94,35 +123,13 @@ def graph_lines(graph: "StepGraph | None", mixed_graph: "StepGraph | None") -> l
 # ---- values of options, read for argparse
 
 
-def positive(text: str) -> int:
-    """Read a whole number of at least 1."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def seconds(text: str) -> int:
-    """Read a number of seconds, up to a week."""
-    number = positive(text)
-    if number > 604800:
-        raise argparse.ArgumentTypeError(f"{text!r} is more than a week, 604800 seconds")
-    return number
-
-
-def positive_list(text: str) -> list[int]:
-    """Read whole numbers of at least 1, separated by commas."""
-    return [positive(item) for item in text.split(",")]
-
-
-def share_list(text: str) -> list[float]:
-    """Read numbers in [0, 1], separated by commas."""
-    try:
-        shares = [float(item) for item in text.split(",")]
-    except ValueError:
-        shares = [-1.0]
-    if not all(0 <= share <= 1 for share in shares):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers in [0, 1], as in 0,0.5,1")
-    return shares
+positive = reader(whole(1))
+seconds = reader(whole(1, 7 * 24 * 3600))  # up to a week
+seed = reader(Rule("a whole number in [0, 2^32)", whole(0, (1 << 32) - 1).holds))
+positive_list = list_reader(whole(1))
+share_list = list_reader(number(0, 1), float)
+# The model checks later that they are tokens.
+token_ids = list_reader(Rule("a token id; give whole numbers separated by commas, as in 5,6,7", is_whole))
 
 
 def name_list(text: str, choices: Sequence[str], kind: str) -> list[str]:
@@ -139,20 +146,3 @@ def format_list(text: str) -> list[str]:
     """Read cache formats separated by commas, each once; fp8_e4m3 is another name of fp8."""
     names = ("fp8" if name == "fp8_e4m3" else name for name in text.split(","))
     return name_list(",".join(names), FORMATS, "a cache format")
-
-
-def token_ids(text: str) -> list[int]:
-    """Read whole numbers separated by commas; the model checks later that they are tokens."""
-    try:
-        return [int(token) for token in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a list of token ids separated by commas, as in 5,6,7"
-        ) from None
-
-
-def seed(text: str) -> int:
-    """Read a whole number in [0, 2^32)."""
-    if not text.isdecimal() or int(text) >= 1 << 32:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number in [0, 2^32)")
-    return int(text)

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -30,16 +30,23 @@ def check_writable(option: str, path: Path | None, model: Path | None = None) ->
     if path is None:
         return
     try:
-        if path.exists() and not path.is_file():
-            raise ValueError(f"{option} is {path}, which exists and is not a file; give the name of a file")
+        _check_is_file(option, path)
         _check_not_in_model(option, path, model)
         with _new_file(path) as file:
             os.unlink(file.name)
     except OSError as error:
-        message = (
-            f"{option} is {path}, where no file can be written ({error.strerror}); give a path in a writable directory"
-        )
-        raise ValueError(message) from error
+        raise _unwritable(option, path, error) from error
+
+
+def _unwritable(option: str, path: Path, error: OSError) -> ValueError:
+    where = f"{path}, where no file can be written ({error.strerror})"
+    return ValueError(f"{option} is {where}; give a path in a writable directory")
+
+
+def _check_is_file(option: str, path: Path) -> None:
+    """Raise ValueError for a path that exists and is no file."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{option} is {path}, which exists and is not a file; give the name of a file")
 
 
 def _check_not_in_model(option: str, path: Path, model: Path | None) -> None:
@@ -62,6 +69,13 @@ def align(rows: Sequence[Mapping[str, str]]) -> list[str]:
     lines = [list(rows[0]), *(list(row.values()) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+
+
+class Section(NamedTuple):
+    """A part of a report: its contents in JSON, and the lines to print."""
+
+    content: dict[str, Any]
+    lines: list[str]
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -166,14 +180,9 @@ def open_output_lines(path: Path, model: Path | None = None) -> Iterator[OutputL
         existed = path.exists()
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     except OSError as error:
-        message = (
-            f"--output-file is {path}, where no file can be written ({error.strerror}); "
-            f"give a path in a writable directory"
-        )
-        raise ValueError(message) from error
+        raise _unwritable("--output-file", path, error) from error
     try:
-        if not path.is_file():
-            raise ValueError(f"--output-file is {path}, which exists and is not a file; give the name of a file")
+        _check_is_file("--output-file", path)
         _lock(path, descriptor)
         lines = OutputLines(path, descriptor, path.read_bytes())
         if existed and not lines.num_bytes:

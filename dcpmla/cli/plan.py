@@ -9,20 +9,21 @@ from itertools import product
 from pathlib import Path
 
 from dcpmla.bench.plots import check_outputs
-from dcpmla.cli.field_options import add_fields
+from dcpmla.cli.field_options import add_fields, reader, values_of
 from dcpmla.cli.options import format_list, positive, positive_list
-from dcpmla.cli.output import write_json
+from dcpmla.cli.output import Section, write_json
 from dcpmla.cli.plan_prompts import PromptPlan
 from dcpmla.cli.plan_report import measured_report, plot, report
-from dcpmla.cli.plan_split import SplitPlan
-from dcpmla.cli.plan_tiers import TierPlan, check_sizes
+from dcpmla.cli.plan_split import split_section
+from dcpmla.cli.plan_tiers import check_sizes, tier_section
 from dcpmla.config import DCPConfig
-from dcpmla.fields import check_fields, divisors, option_label, rules_of, whole
+from dcpmla.fields import divisors, whole
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.families.table import family_of
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.planning.capacity import FORMATS
+from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.machine import H200X8, PRESETS, Machine, change_machine, read_json
 from dcpmla.planning.measured import calibrate, predict_row, read_rows
 from dcpmla.planning.recommend import make_plan, recommend
@@ -39,7 +40,7 @@ _ENGINE = (
     "expert_dtype",
     "speculative_method",
 )
-_LIMITS = {"input_len": rules_of(Traffic)["input_len"], "max_num_batched_tokens": whole(1, 1 << 24)}
+_MOST_TOKENS = {"max_num_batched_tokens": {"type": reader(whole(1, 1 << 24))}}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,15 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, metavar="OUT.json", help="write the plan")
     add("--plot", type=Path, metavar="OUT.png", help="draw step times and capacities; needs the extra plot")
     add_fields(parser, Setting, "layout and drafts", _LAYOUT)
-    add_fields(parser, EngineOptions, "engine", _ENGINE)
-    lengths = dict.fromkeys(("input_len", "output_len"), {"type": positive})
-    add_fields(parser, Traffic, "requests that arrive", changes=lengths)
+    add_fields(parser, EngineOptions, "engine", _ENGINE, changes=_MOST_TOKENS)
+    add_fields(parser, Traffic, "requests that arrive")
 
 
 def run(args: argparse.Namespace) -> None:
     """Predict, print, write."""
     check_outputs(args.json, args.plot, _inputs(args))
-    check_fields(_LIMITS, {name: getattr(args, name) for name in _LIMITS}, option_label)
     check_sizes(args.kv_offloading_size, args.kv_offloading_disk_size)
     model = load_model_size(args.model).with_expert_dtype(args.expert_dtype)
     machine = load_machine(args.machine, model)
@@ -80,20 +79,19 @@ def run(args: argparse.Namespace) -> None:
     predicted = [(row, predict_row(machine, model, row)) for row in rows]
     if args.speculative_method == "mtp":
         model = load_model_size(args.model, with_mtp=True).with_expert_dtype(args.expert_dtype)
-    settings = _settings(args, model)
-    plans = [make_plan(machine, model, setting, args.batch, args.context) for setting in settings]
+    deployments = [Deployment(machine, model, setting) for setting in _settings(args, model)]
+    plans = [make_plan(deployment, args.batch, args.context) for deployment in deployments]
     best, reason = recommend(machine, plans, args.batch, args.context)
-    prompts = tiers = None
+    sections: dict[str, Section] = {}
     if best is not None:
-        prompts = PromptPlan(machine, model, best, args.batch, args.context, args.max_num_batched_tokens)
+        prompts = PromptPlan(deployments[plans.index(best)], args.batch, args.context, args.max_num_batched_tokens)
+        sections["prompts"] = prompts.section(args.input_len)
         if args.kv_offloading_size is not None:
             sizes = args.kv_offloading_size, args.kv_offloading_disk_size
-            tiers = TierPlan(machine, model, best, prompts, args.context, *sizes)
-    split = None
+            sections["tiers"] = tier_section(best, prompts, args.context, *sizes)
     if args.request_rate is not None:
-        traffic = Traffic(request_rate=args.request_rate, input_len=args.input_len, output_len=args.output_len)
-        num_gpus = args.num_gpus or max(args.tensor_parallel_size)
-        split = SplitPlan(machine, model, settings, traffic, num_gpus, args.max_num_batched_tokens)
+        traffic, num_gpus = Traffic(**values_of(Traffic, args)), args.num_gpus or max(args.tensor_parallel_size)
+        sections["split"] = split_section(deployments, traffic, num_gpus, args.max_num_batched_tokens)
     if args.json:
         content = {
             "model": str(args.model),
@@ -102,21 +100,16 @@ def run(args: argparse.Namespace) -> None:
             "settings": [plan.as_json() for plan in plans],
             "recommended": best and {**best.as_json(), "reason": reason},
             "measured": [{**row, "predicted_us": round(time, 2)} for row, time in predicted if time is not None],
-            "prompts": prompts and prompts.as_json(args.input_len),
-            "tiers": tiers and tiers.as_json(),
-            "split": split and split.as_json(),
+            **dict.fromkeys(("prompts", "tiers", "split")),
+            **{name: section.content for name, section in sections.items()},
         }
         write_json(args.json, content)
     if args.plot:
         load = f"{args.model.name} on {machine.name}, {args.batch:,} x {args.context:,} tokens"
         plot(args.plot, plans, f"{load}: {best or 'nothing'} is recommended")
     print("\n".join(report(args, machine, model, plans, best, reason)))
-    if prompts is not None:
-        print("\n".join(["", *prompts.report(str(best), args.input_len)]))
-    if tiers is not None:
-        print("\n".join(["", *tiers.report()]))
-    if split is not None:
-        print("\n".join(["", *split.report()]))
+    for section in sections.values():
+        print("\n".join(["", *section.lines]))
     if args.measured:
         print("\n".join(measured_report(args.measured, predicted)))
 
@@ -178,17 +171,9 @@ def _settings(args: argparse.Namespace, model: ModelSize) -> list[Setting]:
     for dcp in dcp_sizes or []:
         if not any(tp % dcp == 0 for tp in tp_sizes):
             Setting(tp=tp_sizes[-1], dcp=dcp, kv_cache_dtype=args.kv_cache_dtype[0])  # raises likewise
+    shared = values_of(Setting, args)
     return [
-        Setting(
-            tp=tp,
-            dcp=dcp,
-            kv_cache_dtype=name,
-            num_gpus=args.num_gpus,
-            index_cache_dtype=args.index_cache_dtype,
-            enable_expert_parallel=args.enable_expert_parallel,
-            num_speculative_tokens=args.num_speculative_tokens,
-            acceptance_rate=args.acceptance_rate,
-        )
+        Setting(**{**shared, "tp": tp, "dcp": dcp, "kv_cache_dtype": name})
         for tp, name in product(dict.fromkeys(tp_sizes), args.kv_cache_dtype)
         for dcp in dict.fromkeys(dcp_sizes or divisors(tp))
         if tp % dcp == 0

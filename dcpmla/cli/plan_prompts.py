@@ -1,16 +1,12 @@
 """Predicted steps with pieces of prompts, cut and padded as the engine does it, and the waits that follow from them."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
-from dcpmla.cli.output import align
-from dcpmla.planning.capacity import block_of
-from dcpmla.planning.machine import Machine
+from dcpmla.cli.output import Section, align
+from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.mixed import MixedSteps
-from dcpmla.planning.predict import predict_step
 from dcpmla.planning.prefill import PrefillCosts
-from dcpmla.planning.setting import Setting
-from dcpmla.planning.weights import ModelSize
+from dcpmla.planning.words import ms
 from dcpmla.runtime.costs import piece_tokens
 from dcpmla.runtime.graph_sizes import GraphSize, find_size, token_sizes
 
@@ -60,9 +56,7 @@ class PromptPlan:
     """Steps with pieces of prompts under one setting, alone and with a replica's share of decodes.
 
     Args:
-        machine: Speeds of the GPUs.
-        model: Sizes of the model.
-        setting: Cut and cache of the model, and its replicas.
+        deployment: Model, and the machine that it runs on.
         batch: Number of requests that decode on the whole job.
         context: Number of tokens of each.
         max_num_batched_tokens: Limit of a step's tokens.
@@ -75,25 +69,15 @@ class PromptPlan:
         loads: Numbers of decodes in a step; 0 alone if decodes leave no room for prompts.
     """
 
-    def __init__(
-        self,
-        machine: Machine,
-        model: ModelSize,
-        setting: Setting,
-        batch: int,
-        context: int,
-        max_num_batched_tokens: int,
-    ) -> None:
-        self._limit, self._context = max_num_batched_tokens, context
-        share = -(-batch // setting.num_replicas)
+    def __init__(self, deployment: Deployment, batch: int, context: int, max_num_batched_tokens: int) -> None:
+        self._limit, self._context, setting = max_num_batched_tokens, context, deployment.setting
+        share = setting.share(batch)
         self.loads = (0, share) if share * setting.query_len < max_num_batched_tokens else (0,)
         self._query_len = setting.query_len
-        self._decode_us = predict_step(machine, model, setting, share, context)["total"]
-        self.costs = PrefillCosts(machine, model, setting, max_num_batched_tokens)
-        self._steps = {
-            load: MixedSteps(machine, model, setting, self.costs, load, context if load else 0) for load in self.loads
-        }
-        block = block_of(model.attention, setting.dcp_config, 1)
+        self._decode_us = deployment.step_us(share, context)["total"]
+        self.costs = PrefillCosts(deployment, max_num_batched_tokens)
+        self._steps = {load: MixedSteps(self.costs, load, context) for load in self.loads}
+        block = deployment.block()
         least = max(self.costs.least_state_tokens, block.block_tokens) if block.num_states else None
         self.block_tokens, self.least_state_tokens = block.block_tokens, least
         tokens = token_sizes(max_num_batched_tokens, self.costs.tokens_per_request, setting.dcp_config)
@@ -139,36 +123,28 @@ class PromptPlan:
             [self.step(size, context, load) for load in self.loads] for context in (0, self._context) for size in sizes
         ]
 
-    def first_tokens(self, num_tokens: int) -> list[FirstToken]:
-        """Return the way of a prompt under each load."""
-        return [self.first_token(num_tokens, load) for load in self.loads]
-
-    def as_json(self, num_tokens: int) -> dict[str, Any]:
+    def section(self, num_tokens: int) -> Section:
         """Return all predictions; `num_tokens` is the length of the prompt."""
-        steps = [asdict(step) | {"graph": step.graph and step.graph._asdict()} for row in self.steps() for step in row]
-        reuse = {name: getattr(self, name) for name in ("block_tokens", "least_state_tokens")}
-        return {"steps": steps, "first_token": [asdict(way) for way in self.first_tokens(num_tokens)], "reuse": reuse}
-
-    def report(self, name: str, num_tokens: int) -> list[str]:
-        """Return the lines to print; `name` names the setting, `num_tokens` is the length of the prompt."""
-        decodes = f", alone and with {self.loads[-1]:,} decodes of {self._context:,} tokens" if self._has_both else ""
-        lines = [f"steps of {name} with a piece of a prompt{decodes}", *align([_cells(row) for row in self.steps()])]
-        if not self._has_both:
+        rows, first_tokens = self.steps(), [self.first_token(num_tokens, load) for load in self.loads]
+        content = {
+            "steps": [asdict(step) | {"graph": step.graph and step.graph._asdict()} for row in rows for step in row],
+            "first_token": [asdict(way) for way in first_tokens],
+            "reuse": {name: getattr(self, name) for name in ("block_tokens", "least_state_tokens")},
+        }
+        alone, *loaded = first_tokens
+        decodes = f", alone and with {self.loads[-1]:,} decodes of {self._context:,} tokens" if loaded else ""
+        title = f"steps of {self.costs.deployment.setting} with a piece of a prompt{decodes}"
+        lines = [title, *align([_cells(row) for row in rows])]
+        if not loaded:
             lines.append(f"decodes leave no room for prompts in a step of {self._limit:,} tokens")
-        alone, *loaded = self.first_tokens(num_tokens)
-        line = f"a prompt of {num_tokens:,} tokens takes {_ms(alone.time_us)} ms to its first token"
+        line = f"a prompt of {num_tokens:,} tokens takes {ms(alone.time_us)} ms to its first token"
         for load in loaded:
-            line += f"; with {load.num_decodes:,} decodes {_ms(load.time_us)} ms in {load.num_steps:,} steps"
-            line += f", each at most {_ms(load.longest_wait_us)} ms longer than with decodes alone"
+            line += f"; with {load.num_decodes:,} decodes {ms(load.time_us)} ms in {load.num_steps:,} steps"
+            line += f", each at most {ms(load.longest_wait_us)} ms longer than with decodes alone"
         reuse = f"prompts that begin alike reuse blocks of {self.block_tokens:,} tokens"
         if self.least_state_tokens is not None:
             reuse += f": the second a power of two blocks of at least {self.least_state_tokens:,} tokens, others all"
-        return [*lines, line, reuse]
-
-    @property
-    def _has_both(self) -> bool:
-        """Return whether a step has room for decodes and prompts."""
-        return len(self.loads) > 1
+        return Section(content, [*lines, line, reuse])
 
 
 def _cells(steps: list[PromptStep]) -> dict[str, str]:
@@ -178,11 +154,11 @@ def _cells(steps: list[PromptStep]) -> dict[str, str]:
         "prompt tokens": f"{alone.new:,}",
         "after": f"{alone.context:,}",
         "graph": _graph(alone),
-        "step ms": _ms(alone.step_us["total"]),
+        "step ms": ms(alone.step_us["total"]),
     }
     for step in loaded:
-        cells |= {"graph with decodes": _graph(step), "with decodes ms": _ms(step.step_us["total"])}
-        cells["decodes wait ms"] = _ms(step.wait_us)
+        cells |= {"graph with decodes": _graph(step), "with decodes ms": ms(step.step_us["total"])}
+        cells["decodes wait ms"] = ms(step.wait_us)
     return cells
 
 
@@ -190,7 +166,3 @@ def _graph(step: PromptStep) -> str:
     if step.graph is None:
         return "none"
     return f"{step.graph.num_tokens:,}{' absorbed' if step.graph.is_whole else ''}"
-
-
-def _ms(time_us: float) -> str:
-    return f"{time_us / 1e3:.2f}"

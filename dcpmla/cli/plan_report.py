@@ -14,6 +14,7 @@ from dcpmla.planning.machine import Machine
 from dcpmla.planning.measured import Row, measured_us
 from dcpmla.planning.recommend import Plan, cache_bytes
 from dcpmla.planning.weights import ModelSize
+from dcpmla.planning.words import ms
 
 # Fields that are printed with a measured row.
 _SIZES = ("tp", "dcp", "heads", "tokens", "num_layers", "batch", "context", "input_len", "kv_cache_dtype")
@@ -56,11 +57,8 @@ def _table(plans: Sequence[Plan]) -> list[str]:
     """Return aligned columns: contents of a rank, capacity, the step and its parts in milliseconds, and the context at
     which DCP starts to win. Plans that do not fit have no times.
     """
-    parts = _parts(plans)
-    rows = [_cells(plan, parts) for plan in plans]
-    if all(plan.num_replicas == 1 for plan in plans):
-        rows = [{name: cell for name, cell in row.items() if name != "replicas"} for row in rows]
-    return align(rows)
+    parts, has_replicas = _parts(plans), any(plan.num_replicas > 1 for plan in plans)
+    return align([_cells(plan, parts, has_replicas) for plan in plans])
 
 
 def _parts(plans: Sequence[Plan]) -> list[str]:
@@ -68,7 +66,7 @@ def _parts(plans: Sequence[Plan]) -> list[str]:
     return next(([part for part in plan.step_us if part != "total"] for plan in plans if plan.fits), [])
 
 
-def _cells(plan: Plan, parts: Sequence[str]) -> dict[str, str]:
+def _cells(plan: Plan, parts: Sequence[str], has_replicas: bool) -> dict[str, str]:
     crossover = "-"
     if plan.crossover:
         context = plan.crossover["context_at_batch"]
@@ -78,20 +76,16 @@ def _cells(plan: Plan, parts: Sequence[str]) -> dict[str, str]:
         "dcp": str(plan.dcp),
         "exchange": plan.exchange,
         "cache": plan.kv_cache_dtype,
-        "replicas": f"{plan.num_replicas:,}",
+        **({"replicas": f"{plan.num_replicas:,}"} if has_replicas else {}),
         "weights": f"{plan.weight_bytes_per_rank / 2**30:.1f} GiB",
         "KV tokens": f"{plan.kv_tokens_total:,}",
         "fits": "yes" if plan.fits else "no",
         "longest": f"{plan.longest_context:,}",
         "tokens/s": "-" if plan.tokens_per_second is None else f"{plan.tokens_per_second:,.0f}",
-        "step ms": _ms(plan, "total"),
-        **{part: _ms(plan, part) for part in parts},
+        "step ms": ms(plan.step_us.get("total")),
+        **{part: ms(plan.step_us.get(part)) for part in parts},
         "beats tp from": crossover,
     }
-
-
-def _ms(plan: Plan, part: str) -> str:
-    return f"{plan.step_us[part] / 1e3:.2f}" if plan.fits else "-"
 
 
 def _capacity(machine: Machine, model: ModelSize, plans: Sequence[Plan]) -> list[str]:

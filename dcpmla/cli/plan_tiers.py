@@ -1,19 +1,17 @@
 """Contexts in host memory and on disks: their number, and the time to load them instead of prefilling them again."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
-from dcpmla.cli.output import align
+from dcpmla.cli.output import Section, align
 from dcpmla.cli.plan_prompts import PromptPlan
 from dcpmla.fields import check_fields, option_label, rules_of
 from dcpmla.integrations.engine_options import EngineOptions
-from dcpmla.planning.machine import Machine
 from dcpmla.planning.recommend import Plan
-from dcpmla.planning.tiers import load_costs, make_tiers, shortest_load
-from dcpmla.planning.weights import ModelSize
+from dcpmla.planning.tiers import Tier, load_costs, make_tiers, shortest_load
+from dcpmla.planning.words import ms
 
 _LENGTHS = (1 << 15, 1 << 17, 1 << 19)  # tokens of the contexts whose loads are printed, besides the plan's own
-_SIZES = ("kv_offloading_size", "kv_offloading_disk_size")
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class ContextLoad:
 
 def check_sizes(kv_offloading_size: float | None, kv_offloading_disk_size: float | None) -> None:
     """Raise ValueError for sizes of tiers that are not positive, or disks without host memory."""
-    sizes = dict(zip(_SIZES, (kv_offloading_size, kv_offloading_disk_size), strict=True))
+    sizes = {"kv_offloading_size": kv_offloading_size, "kv_offloading_disk_size": kv_offloading_disk_size}
     check_fields(rules_of(EngineOptions), sizes, option_label)
     if kv_offloading_disk_size is not None and kv_offloading_size is None:
         disk = f"{option_label('kv_offloading_disk_size')} is {kv_offloading_disk_size:g}"
@@ -43,95 +41,68 @@ def check_sizes(kv_offloading_size: float | None, kv_offloading_disk_size: float
         raise ValueError(f"{disk}; blocks reach disks through host memory, so {host} must be given, too")
 
 
-class TierPlan:
-    """The tiers of the cache under one plan.
+def tier_section(
+    plan: Plan, prompts: PromptPlan, context: int, host_gib: float, disk_gib: float | None = None
+) -> Section:
+    """Return the tiers of the cache under one plan, and the loads of contexts of several lengths and of the plan's.
 
     Args:
-        machine: Speeds of the GPUs and their hosts.
-        model: Sizes of the model.
         plan: Setting, and what its GPUs hold.
         prompts: Steps with pieces of prompts under the same plan.
         context: Number of tokens of each request.
         host_gib, disk_gib: GiB of host memory and of disks, of all ranks of a TP group; None for no disks.
     """
+    machine, model = prompts.costs.deployment.machine, prompts.costs.deployment.model
+    tiers, costs_by_tier = make_tiers(machine, model, plan, context, host_gib, disk_gib), load_costs(prompts.costs)
+    costs = {tier.name: costs_by_tier[tier.name] for tier in tiers[1:]}
+    loads = [
+        ContextLoad(
+            num_tokens=num_tokens,
+            bytes_per_rank=costs["host"].load_bytes(num_tokens),
+            load_us={name: each.load_us(num_tokens) for name, each in costs.items()},
+            prefill_us=prompts.first_token(num_tokens, 0).time_us,
+        )
+        for num_tokens in sorted({*_LENGTHS, context})
+    ]
+    loads_from = {name: shortest_load(each) for name, each in costs.items()}
+    rates = f"{machine.host_gb_per_s:g} GB/s from host memory"
+    if disk_gib is not None:
+        rates += f" and {machine.disk_gb_per_s:g} GB/s from disks"
+    lines = [
+        f"tiers of the cache of {plan}",
+        *align([_tier_cells(tier, context) for tier in tiers]),
+        f"loads of a context into {plan.tp} GPUs, each at {rates}, and prefills of it",
+        *align([_load_cells(load, tiers) for load in loads]),
+        *(_threshold(name, num_tokens) for name, num_tokens in loads_from.items()),
+    ]
+    content = {"tiers": [*map(asdict, tiers)], "loads": [*map(asdict, loads)], "loads_from": loads_from}
+    return Section(content, lines)
 
-    def __init__(
-        self,
-        machine: Machine,
-        model: ModelSize,
-        plan: Plan,
-        prompts: PromptPlan,
-        context: int,
-        host_gib: float,
-        disk_gib: float | None = None,
-    ) -> None:
-        self._plan, self._machine, self._prompts, self._context = plan, machine, prompts, context
-        self.tiers = make_tiers(machine, model, plan, context, host_gib, disk_gib)
-        names = [tier.name for tier in self.tiers[1:]]
-        costs = load_costs(machine, model, plan, prompts.costs)
-        self._costs = {name: costs[name] for name in names}
-        self._has_states = plan.bytes_per_state > 0
 
-    def loads(self) -> list[ContextLoad]:
-        """Return the loads of contexts of several lengths, and of the plan's."""
-        return [self._load(num_tokens) for num_tokens in sorted({*_LENGTHS, self._context})]
+def _tier_cells(tier: Tier, context: int) -> dict[str, str]:
+    """Return a line of the table of tiers."""
+    return {
+        "tier": tier.name,
+        "GiB a rank": f"{tier.bytes_per_rank / 2**30:.1f}",
+        "tokens": f"{tier.num_tokens:,}",
+        f"requests of {context:,}": f"{tier.num_requests:,}",
+    }
 
-    def loads_from(self) -> dict[str, int | None]:
-        """Return for each tier the shortest context that takes less time to load than to prefill (`shortest_load`)."""
-        return {name: shortest_load(costs) for name, costs in self._costs.items()}
 
-    def as_json(self) -> dict[str, Any]:
-        """Return all predictions."""
-        return {
-            "tiers": [asdict(tier) for tier in self.tiers],
-            "loads": [asdict(load) for load in self.loads()],
-            "loads_from": self.loads_from(),
-        }
+def _load_cells(load: ContextLoad, tiers: Sequence[Tier]) -> dict[str, str]:
+    """Return a line of the table of loads."""
+    fitting = [tier.name for tier in tiers if tier.num_tokens >= load.num_tokens]
+    return {
+        "tokens": f"{load.num_tokens:,}",
+        "fits into": ", ".join(fitting) or "no tier",
+        "MiB a rank": f"{load.bytes_per_rank / 2**20:,.1f}",
+        **{f"{name} ms": ms(time_us) for name, time_us in load.load_us.items()},
+        "prefill ms": ms(load.prefill_us),
+        **{f"prefill / {name}": f"{load.prefill_us / time_us:,.1f}" for name, time_us in load.load_us.items()},
+    }
 
-    def report(self) -> list[str]:
-        """Return the lines to print."""
-        plan, machine = self._plan, self._machine
-        rows = [
-            {
-                "tier": tier.name,
-                "GiB a rank": f"{tier.bytes_per_rank / 2**30:.1f}",
-                "tokens": f"{tier.num_tokens:,}",
-                f"requests of {self._context:,}": f"{tier.num_requests:,}",
-            }
-            for tier in self.tiers
-        ]
-        rates = f"{machine.host_gb_per_s:g} GB/s from host memory"
-        if "disk" in self._costs:
-            rates += f" and {machine.disk_gb_per_s:g} GB/s from disks"
-        return [
-            f"tiers of the cache of {plan}",
-            *align(rows),
-            f"loads of a context into {plan.tp} GPUs, each at {rates}, and prefills of it",
-            *align([self._cells(load) for load in self.loads()]),
-            *(self._threshold(name, num_tokens) for name, num_tokens in self.loads_from().items()),
-        ]
 
-    def _load(self, num_tokens: int) -> ContextLoad:
-        num_bytes = next(iter(self._costs.values())).load_bytes(num_tokens, self._has_states)
-        load_us = {name: costs.load_us(num_tokens, self._has_states) for name, costs in self._costs.items()}
-        return ContextLoad(num_tokens, num_bytes, load_us, self._prompts.first_token(num_tokens, 0).time_us)
-
-    def _cells(self, load: ContextLoad) -> dict[str, str]:
-        """Return a line of the table of loads."""
-        fitting = [tier.name for tier in self.tiers if tier.num_tokens >= load.num_tokens]
-        cells = {
-            "tokens": f"{load.num_tokens:,}",
-            "fits into": ", ".join(fitting) or "no tier",
-            "MiB a rank": f"{load.bytes_per_rank / 2**20:,.1f}",
-        }
-        for name, time_us in load.load_us.items():
-            cells[f"{name} ms"] = f"{time_us / 1e3:,.2f}"
-        cells["prefill ms"] = f"{load.prefill_us / 1e3:,.2f}"
-        for name, time_us in load.load_us.items():
-            cells[f"prefill / {name}"] = f"{load.prefill_us / time_us:,.1f}"
-        return cells
-
-    def _threshold(self, name: str, num_tokens: int | None) -> str:
-        source = {"host": "host memory", "disk": "disks"}[name]
-        verdict = "never faster than a prefill" if num_tokens is None else f"faster from {num_tokens:,} tokens on"
-        return f"loading from {source} is {verdict}"
+def _threshold(name: str, num_tokens: int | None) -> str:
+    source = {"host": "host memory", "disk": "disks"}[name]
+    verdict = "never faster than a prefill" if num_tokens is None else f"faster from {num_tokens:,} tokens on"
+    return f"loading from {source} is {verdict}"

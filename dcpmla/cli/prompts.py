@@ -2,11 +2,11 @@
 
 import argparse
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from dcpmla.fields import is_whole
 from dcpmla.runtime.admission import check_prompt
 from dcpmla.runtime.sampling import SamplingParams
 
@@ -88,7 +88,7 @@ def _read_line(line: str, defaults: SamplingParams, files: "ModelFiles") -> Prom
     if not isinstance(values, dict):
         raise ValueError(f"a JSON object is expected, not {type(values).__name__}")
     request_id = values.pop("id", None)
-    if not isinstance(request_id, str | int) or isinstance(request_id, bool):
+    if not (isinstance(request_id, str) or is_whole(request_id)):
         raise ValueError(f'"id" is {json.dumps(request_id)}; it must be there, a string or a whole number')
     _check_text('"id"', request_id)
     contents = [values.pop(name) for name in ("prompt", "prompt_token_ids") if name in values]
@@ -98,10 +98,7 @@ def _read_line(line: str, defaults: SamplingParams, files: "ModelFiles") -> Prom
 
 
 def _is_prompt(prompt: object) -> bool:
-    is_ids = isinstance(prompt, list) and all(
-        isinstance(token, int) and not isinstance(token, bool) for token in prompt
-    )
-    return isinstance(prompt, str) or is_ids
+    return isinstance(prompt, str) or (isinstance(prompt, list) and all(map(is_whole, prompt)))
 
 
 def _prompt(
@@ -117,10 +114,12 @@ def _prompt(
         )
     for text in (prompt, *params.stop):
         _check_text(name, text)
-    token_ids = _tokenize(prompt, files) if isinstance(prompt, str) else prompt
-    check_prompt(name, token_ids, files.config.vocab_size, files.max_model_len)
+    if isinstance(prompt, str):
+        assert files.tokenizer is not None
+        prompt = list(files.tokenizer(prompt)["input_ids"])
+    check_prompt(name, prompt, files.config.vocab_size, files.max_model_len)
     params.check_vocabulary(files.config.vocab_size)
-    return Prompt(request_id, token_ids, params.at_most(files.max_model_len - len(token_ids)))
+    return Prompt(request_id, prompt, params.at_most(files.max_model_len - len(prompt)))
 
 
 def _check_text(name: str, text: object) -> None:
@@ -132,12 +131,6 @@ def _check_text(name: str, text: object) -> None:
             raise ValueError(
                 f"{name} has {text[error.start]!r} at position {error.start}, which is no character of Unicode"
             ) from error
-
-
-def _tokenize(prompt: str, files: "ModelFiles") -> list[int]:
-    assert files.tokenizer is not None
-    encoded: Mapping[str, Any] = files.tokenizer(prompt)
-    return list(encoded["input_ids"])
 
 
 def _defaults(args: argparse.Namespace, index: int) -> SamplingParams:

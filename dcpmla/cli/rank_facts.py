@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 
-from dcpmla.attention.backends.calls import DecodeCall, PrefillCall, Segments, split_queries
 from dcpmla.attention.backends.choice import DECODE_BACKENDS, PREFILL_BACKENDS, passed_over, select_backend
 from dcpmla.bench.results import installed, versions
+from dcpmla.cli.self_tests import decode_call, prefill_calls
 from dcpmla.comm.reach import Nvml, find_peers, gpu_uuid
 from dcpmla.config import MLAConfig
 from dcpmla.job.bootstrap import Ranks
@@ -25,7 +25,7 @@ class RankFacts:
         name: Name of the GPU, or of the CPU's architecture.
         memory_bytes: Memory of the GPU, or of the host.
         num_nvlinks: Number of the GPU's active NVLinks; None without NVML (pynvml).
-        decode, prefill: Backends that run attention of DeepSeek's sizes there, in bfloat16 (float32 on CPUs).
+        decode, prefill: Backends that run the calls of the self-tests there, in bfloat16 (float32 on CPUs).
         passed_over: Reasons against each backend before these, by phase and name.
         symmetric_memory: Backend that torch uses for it on the device, None without one.
         peers: Connections of the host's GPUs (`find_peers`), on each host's first rank; None on others.
@@ -62,7 +62,7 @@ def find_facts(ranks: Ranks, config: MLAConfig, dtype: torch.dtype) -> RankFacts
     device, on_gpu = ranks.device, ranks.device.type == "cuda"
     gpu = torch.cuda.get_device_properties(device) if on_gpu else None
     nvml = Nvml() if on_gpu else None
-    decode, prefill = _new_calls(config, device, dtype)
+    decode, prefill = decode_call(config, device, dtype), prefill_calls(config, device, dtype)["causal"]
     return RankFacts(
         rank=ranks.rank,
         host=socket.gethostname(),
@@ -100,20 +100,3 @@ def _cuda_driver() -> str | None:
     except OSError:
         return None
     return f"{number.value // 1000}.{number.value % 1000 // 10}"
-
-
-def _new_calls(config: MLAConfig, device: torch.device, dtype: torch.dtype) -> tuple[DecodeCall, PrefillCall]:
-    """Return a call of decode and one of prefill, to ask the tables of backends about."""
-
-    def new(*shape: int) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype, device=device)
-
-    heads, rope = config.num_heads, config.qk_rope_head_dim
-    numbers = torch.zeros(1, dtype=torch.int32, device=device)
-    sizes = numbers[None], numbers, config.softmax_scale, config.kv_lora_rank
-    q, q_pe = split_queries(new(1, heads, config.latent_dim), config.kv_lora_rank)
-    decode = DecodeCall(q, q_pe, new(1, 64, config.latent_dim), *sizes)
-    keys = new(1, heads, config.qk_nope_head_dim), new(1, rope), new(1, heads, config.v_head_dim)
-    rows = Segments((0, 1), numbers)
-    prefill = PrefillCall(new(1, heads, config.qk_head_dim), *keys, *rows, *rows, config.softmax_scale, causal=True)
-    return decode, prefill

@@ -57,7 +57,7 @@ def judge(name: str, errors: Mapping[str, float], dtype: torch.dtype) -> SelfTes
 def attention_self_tests(config: MLAConfig, device: torch.device, dtype: torch.dtype) -> list[SelfTest]:
     """Test decode and prefill, each on the backend that its table selects; an exception is a failure too."""
     tests = []
-    for name, errors in (("decode", decode_errors), ("prefill", prefill_errors)):
+    for name, errors in (("decode", _decode_errors), ("prefill", _prefill_errors)):
         try:
             tests.append(judge(name, errors(config, device, dtype), dtype))
         except Exception as error:  # no compiler, a library of another version: the other tests still run
@@ -65,8 +65,8 @@ def attention_self_tests(config: MLAConfig, device: torch.device, dtype: torch.d
     return tests
 
 
-def decode_errors(config: MLAConfig, device: torch.device, dtype: torch.dtype) -> Errors:
-    """Return the errors of requests around block borders, with two new tokens each, in shuffled blocks; unwritten slots
+def decode_call(config: MLAConfig, device: torch.device, dtype: torch.dtype) -> DecodeCall:
+    """Return a call of requests around block borders, with two new tokens each, in shuffled blocks; unwritten slots
     hold NaN.
     """
     seq_lens = torch.tensor([[0, 0], [0, 1], [63, 64], [64, 65], [299, 300]], dtype=torch.int32)
@@ -83,29 +83,37 @@ def decode_errors(config: MLAConfig, device: torch.device, dtype: torch.dtype) -
     q, cache = q.to(device, dtype), cache.to(device, dtype)
     table, seq_lens = table.to(device, torch.int32), seq_lens.flatten().to(device)
     rank = config.kv_lora_rank
-    call = DecodeCall(*split_queries(q, rank), cache, table, seq_lens, config.softmax_scale, rank, max_query_len=2)
-    wide = call._replace(q=call.q.double(), q_pe=q[..., rank:].double(), kv_cache=cache.double())
-    return _errors(mla_decode(call), reference.mla_decode(wide))
+    return DecodeCall(*split_queries(q, rank), cache, table, seq_lens, config.softmax_scale, rank, max_query_len=2)
 
 
-def prefill_errors(config: MLAConfig, device: torch.device, dtype: torch.dtype) -> Errors:
-    """Return the errors of two requests' new tokens over themselves, then over contexts, the first one empty."""
+def prefill_calls(config: MLAConfig, device: torch.device, dtype: torch.dtype) -> dict[str, PrefillCall]:
+    """Return calls of two requests' new tokens over themselves, then over contexts, the first one empty."""
     nope, rope, heads = config.qk_nope_head_dim, config.qk_rope_head_dim, _PREFILL_HEADS
     generator = torch.Generator().manual_seed(0)
     new, contexts = _segments((0, 3, 133), device), _segments((0, 0, 200), device)
-    errors: Errors = {}
+    calls = {}
     for name, keys in (("causal", new), ("context", contexts)):
         q = torch.randn(new.start[-1], heads, nope + rope, generator=generator).to(device, dtype)
         kv = torch.randn(keys.start[-1], heads, nope + config.v_head_dim, generator=generator).to(device, dtype)
         k_nope, v = kv.tensor_split((nope,), -1)
         k_pe = torch.randn(keys.start[-1], rope, generator=generator).to(device, dtype)
-        is_causal = name == "causal"
-        got = mha_prefill(PrefillCall(q, k_nope, k_pe, v, *new, *keys, config.softmax_scale, is_causal))
-        joined = join_keys(k_nope, k_pe).double()
-        answer = reference.mha_prefill(
-            q.double(), joined, v.double(), new.start, keys.start, config.softmax_scale, is_causal
-        )
-        errors |= {f"{name} {result}": error for result, error in _errors(got, answer).items()}
+        calls[name] = PrefillCall(q, k_nope, k_pe, v, *new, *keys, config.softmax_scale, name == "causal")
+    return calls
+
+
+def _decode_errors(config: MLAConfig, device: torch.device, dtype: torch.dtype) -> Errors:
+    call = decode_call(config, device, dtype)
+    assert call.q_pe is not None
+    wide = call._replace(q=call.q.double(), q_pe=call.q_pe.double(), kv_cache=call.kv_cache.double())
+    return _errors(mla_decode(call), reference.mla_decode(wide))
+
+
+def _prefill_errors(config: MLAConfig, device: torch.device, dtype: torch.dtype) -> Errors:
+    errors: Errors = {}
+    for name, call in prefill_calls(config, device, dtype).items():
+        wide = call.q.double(), join_keys(call.k_nope, call.k_pe).double(), call.v.double()
+        answer = reference.mha_prefill(*wide, call.query_start, call.key_start, call.softmax_scale, call.causal)
+        errors |= {f"{name} {result}": error for result, error in _errors(mha_prefill(call), answer).items()}
     return errors
 
 

@@ -5,15 +5,12 @@ import gc
 import logging
 import os
 from contextlib import ExitStack
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
-from dcpmla.cli.engine_arguments import add_engine_arguments
-from dcpmla.cli.field_options import add_fields
-from dcpmla.cli.options import build_engine, dcp_config, start
+from dcpmla.cli.field_options import add_fields, values_of
+from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, start
 from dcpmla.config import DCPConfig
 from dcpmla.extras import needed_by
 from dcpmla.integrations.open_model import check_layout, open_model
@@ -94,7 +91,7 @@ def _take_options(args: argparse.Namespace) -> ServeOptions:
     Raises:
         ValueError: A key is empty.
     """
-    values: dict[str, Any] = {field.name: getattr(args, field.name) for field in fields(ServeOptions)}
+    values = values_of(ServeOptions, args)
     for name, variable in (("api_key", _KEY), ("transfer_key", _TRANSFER_KEY)):
         key = vars(args).pop(name)
         values[name] = os.environ.get(variable) if key is None else key

@@ -30,6 +30,7 @@ from dcpmla.integrations.tier_speeds import measure, prefills
 from dcpmla.integrations.transformers import load_model
 from dcpmla.job.bootstrap import agree, check_equal_arguments
 from dcpmla.parallel.mesh import DCPMesh
+from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.prefill import PrefillCosts
 from dcpmla.planning.setting import Setting
@@ -207,4 +208,5 @@ def _piece_costs(config: Any, dcp: DCPConfig, options: EngineOptions) -> Prefill
         kv_cache_dtype="bf16" if dcp.kv_cache_dtype == "auto" else dcp.kv_cache_dtype,
         enable_expert_parallel=options.enable_expert_parallel,
     )
-    return PrefillCosts(H200X8, read_model(config), setting, options.max_num_batched_tokens, options.max_prefill_ms)
+    deployment = Deployment(H200X8, read_model(config), setting)
+    return PrefillCosts(deployment, options.max_num_batched_tokens, options.max_prefill_ms)

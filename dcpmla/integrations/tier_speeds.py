@@ -94,8 +94,7 @@ class TierSpeeds(NamedTuple):
 
         def costs_of(tier: str, line: Line) -> TierCosts:
             gb_per_s = 1e-3 / line.slope if line.slope else float("inf")
-            log = (_Refusals(tier).log,) if logs else ()
-            return TierCosts(plan, line.start, gb_per_s, prefill_us, *log)
+            return TierCosts(plan, line.start, gb_per_s, prefill_us, _Refusals(tier).log if logs else None)
 
         return [costs_of("host memory", self.copy), costs_of("the disk", through_host)]
 

@@ -5,10 +5,6 @@ from collections.abc import Callable
 from dcpmla.cache.plan import CachePlan
 
 
-def _log_nothing(num_tokens: int, load_us: float, prefill_us: float) -> None:
-    """Log nothing."""
-
-
 class TierCosts:
     """The choice between loads into one rank's cache and prefills (`dcpmla.runtime.costs.LoadCosts`).
 
@@ -20,7 +16,7 @@ class TierCosts:
         latency_us: Microseconds of a load, whatever it moves, the same on all ranks.
         gb_per_s: Rate at which a rank reads the tier, the same on all ranks.
         prefill_us: Function that returns the microseconds to prefill tokens after a context (`PrefillCosts.piece_us`).
-        log: Function that is called with the number of tokens and both times where a prefill is chosen.
+        log: Function that is called with the number of tokens and both times where a prefill is chosen, or None.
     """
 
     def __init__(
@@ -29,27 +25,27 @@ class TierCosts:
         latency_us: float,
         gb_per_s: float,
         prefill_us: Callable[[int, int], float],
-        log: Callable[[int, float, float], None] = _log_nothing,
+        log: Callable[[int, float, float], None] | None = None,
     ) -> None:
         self._plan, self._latency_us, self._gb_per_s = plan, latency_us, gb_per_s
         self._prefill_us, self._log = prefill_us, log
 
-    def load_bytes(self, num_tokens: int, with_state: bool) -> int:
-        """Return the bytes of so many tokens on one rank, in whole blocks, plus a request's state."""
+    def load_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of so many tokens on one rank, in whole blocks, and of a request's state in a cache with
+        states.
+        """
         plan = self._plan
-        num_blocks = -(-num_tokens // plan.block_tokens)
-        return num_blocks * plan.bytes_per_block + with_state * plan.bytes_per_state
+        return -(-num_tokens // plan.block_tokens) * plan.bytes_per_block + plan.bytes_per_state
 
-    def load_us(self, num_tokens: int, with_state: bool) -> float:
+    def load_us(self, num_tokens: int) -> float:
         """Return the microseconds to load so many tokens, and a request's state."""
-        return self._latency_us + self.load_bytes(num_tokens, with_state) / self._gb_per_s / 1e3
+        return self._latency_us + self.load_bytes(num_tokens) / self._gb_per_s / 1e3
 
     def should_load(self, num_tokens: int, context: int) -> bool:
         """Return whether it takes less time to load the tokens at positions [context, context + num_tokens) than to
         prefill them. In a cache with states, tokens are loaded with the state after them.
         """
-        load_us = self.load_us(num_tokens, with_state=self._plan.bytes_per_state > 0)
-        prefill_us = self._prefill_us(num_tokens, context)
-        if load_us >= prefill_us:
+        load_us, prefill_us = self.load_us(num_tokens), self._prefill_us(num_tokens, context)
+        if load_us >= prefill_us and self._log is not None:
             self._log(num_tokens, load_us, prefill_us)
         return load_us < prefill_us

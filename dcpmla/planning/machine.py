@@ -145,6 +145,11 @@ class Machine(_Checked):
         ring, tree = across(num_nodes - 1, num_nodes - 1), across(_log2(num_nodes), 2 * (num_nodes - 1))
         return collective.latency_us(local_ranks) + min(ring, tree)
 
+    def cache_us(self, num_bytes: int, flops: int) -> float:
+        """Return the slower of reading a cache and multiplying by its rows, as attention's kernels do."""
+        read_gb_per_s = self.attention_read_share * self.hbm_gb_per_s
+        return max(num_bytes / read_gb_per_s / 1e3, flops / self.attention_tflops / 1e6)
+
     def without_overheads(self) -> "Machine":
         """Return a machine that reads memory and multiplies at the same rates, and does all else in no time."""
         free = {"overhead_us": 0.0, "per_rank_us": 0.0, "gb_per_s": _LARGEST}

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from dcpmla.planning.exchange import exchange_us, has_numbers
+from dcpmla.planning.deployment import Deployment
+from dcpmla.planning.exchange import ExchangeCosts, has_numbers
 from dcpmla.planning.machine import COLLECTIVES, H200X8, Machine, change_machine, read_json
-from dcpmla.planning.predict import predict_step
 from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
 
@@ -33,8 +33,8 @@ def predict_row(machine: Machine, model: ModelSize, row: Row) -> float | None:
     if row.get("operation") in ("gather_heads", "combine"):
         if row["variant"] == "fp8" or not has_numbers(machine, row["exchange"]):
             return None
-        sizes, num_nodes = (row["tokens"], row["heads"], row["row_width"]), machine.num_nodes(row["dcp"], row["tp"])
-        return exchange_us(machine, row["operation"], *sizes, row["dcp"], num_nodes, row["exchange"])
+        exchange = ExchangeCosts(machine, row["dcp"], machine.num_nodes(row["dcp"], row["tp"]), row["exchange"])
+        return exchange.time_us(*(row[name] for name in ("operation", "tokens", "heads", "row_width")))
     if "device_us" in row:
         return _predict_step(machine, model, row)
     if row.get("part") not in _PARTS or row["variant"] or row.get("decode_query_dtype") == "fp8":
@@ -47,7 +47,7 @@ def predict_row(machine: Machine, model: ModelSize, row: Row) -> float | None:
     if not is_of_model or (row["dcp"] > 1 and not has_numbers(machine, row["exchange"])):
         return None
     setting = Setting(tp=row["tp"], dcp=row["dcp"], kv_cache_dtype=row["kv_cache_dtype"])
-    step = predict_step(machine, stack, setting, row["batch"], row["context"], row["exchange"])
+    step = Deployment(machine, stack, setting, row["exchange"]).step_us(row["batch"], row["context"])
     return step[row["part"]] * row["num_layers"] / stack.attention.num_layers
 
 
@@ -67,7 +67,7 @@ def _predict_step(machine: Machine, model: ModelSize, row: Row) -> float | None:
         return None
     names = ("tp", "dcp", "kv_cache_dtype", "index_cache_dtype", "enable_expert_parallel")
     setting = Setting(**{name: row[name] for name in names})
-    return predict_step(machine, model, setting, row["batch"], row["input_len"], row["exchange"])["total"]
+    return Deployment(machine, model, setting, row["exchange"]).step_us(row["batch"], row["input_len"])["total"]
 
 
 def read_rows(path: Path, option: str, model: ModelSize) -> list[Row]:

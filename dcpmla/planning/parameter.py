@@ -44,14 +44,6 @@ class Parameter:
     in_blocks: bool = False
 
     @property
-    def is_attention(self) -> bool:
-        return ".self_attn." in self.name
-
-    @property
-    def is_indexer(self) -> bool:
-        return ".indexer." in self.name
-
-    @property
     def is_expert(self) -> bool:
         return ".experts." in self.name
 
@@ -81,7 +73,7 @@ class Parameter:
     @property
     def part(self) -> str:
         """One of PARTS."""
-        if self.is_attention:
+        if ".self_attn." in self.name:
             return "attention"
         if self.is_expert or self.is_shared_expert:
             return "experts"

@@ -6,13 +6,12 @@ from functools import cached_property
 from math import inf
 
 from dcpmla.attention.costs import Rates
+from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.machine import H200X8, Machine
-from dcpmla.planning.predict import parameter_us
-from dcpmla.planning.setting import Setting
-from dcpmla.planning.weights import ModelSize
 
 _MAX_LOSS = 1 / 16
 _LARGE_STEP = 1 << 20  # tokens of a step in which every product takes longer than reading its weights
+_APART = dict.fromkeys(("embed_tokens", "lm_head", "kv_b_proj"), 0)  # parameters that `token_us` leaves out
 _SHORT_US = 1000.0  # a step that is too short for its prompt to be noticeably later
 
 
@@ -23,31 +22,25 @@ class PrefillCosts:
     attention of its own tokens.
 
     Args:
-        machine: Speeds of the GPUs.
-        model: Sizes of the model.
-        setting: Cut and cache of the model.
+        deployment: Model, and the machine that it runs on.
         max_num_batched_tokens: Limit of a step's tokens.
         max_prefill_ms: Limit in milliseconds for the pieces of a step in which requests decode; None for the time of
             max_num_batched_tokens tokens without a context, and more where reading contexts again
             would take over a sixteenth of it.
 
     Attributes:
+        deployment: Model, and the machine that it runs on.
         tokens_per_request: Width of the pieces that absorbed attention cuts requests into.
         max_prefill_us: Limit for the pieces of a step in which requests decode, in microseconds.
         max_loss: Share of a piece's time that reading its context again may take (`PieceCosts.max_loss`).
     """
 
     def __init__(
-        self,
-        machine: Machine,
-        model: ModelSize,
-        setting: Setting,
-        max_num_batched_tokens: int,
-        max_prefill_ms: float | None = None,
+        self, deployment: Deployment, max_num_batched_tokens: int, max_prefill_ms: float | None = None
     ) -> None:
-        self._token_us = token_us(machine, model, setting)
-        self._placed = machine, model, setting
-        self._attention = model.attention.costs(setting.dcp_config, kernel_rates(machine))
+        self.deployment, self._token_us = deployment, token_us(deployment)
+        rates = kernel_rates(deployment.machine)
+        self._attention = deployment.model.attention.costs(deployment.setting.dcp_config, rates)
         self.tokens_per_request = self._attention.tokens_per_request
         limit_us = self.piece_us(max_num_batched_tokens, 0) if max_prefill_ms is None else 1e3 * max_prefill_ms
         self.max_prefill_us = limit_us
@@ -67,12 +60,9 @@ class PrefillCosts:
         The step that this adds reads the weights once more. Few prompts use the state, so its time must be at most a
         sixteenth of the prompt's time so far, or too short to notice.
         """
-        machine, model, setting = self._placed
 
         def pays(num_tokens: int) -> bool:
-            layers_us = model.attention.num_layers * machine.layer_us
-            step_us = layers_us + _products_us(machine, model, setting, num_tokens)
-            added_us = step_us - num_tokens * self._token_us
+            added_us = self.deployment.products_us(num_tokens, _APART) - num_tokens * self._token_us
             return added_us < max(_MAX_LOSS * self.piece_us(num_tokens, 0), _SHORT_US)
 
         sizes = [1 << exponent for exponent in range(_LARGE_STEP.bit_length())]
@@ -91,24 +81,14 @@ class PrefillCosts:
         return self._attention.absorbs_all(pieces)
 
 
-def token_us(machine: Machine, model: ModelSize, setting: Setting) -> float:
+def token_us(deployment: Deployment) -> float:
     """Return the microseconds that one more token of a prompt adds to a large step, besides its attention.
 
     Embedding and head do not count: the one is a lookup, the other sees a prompt's last token only. kv_b_proj counts as
     attention, whose routes differ in it.
     """
-    sizes = _LARGE_STEP, 2 * _LARGE_STEP
-    small_us, large_us = [_products_us(machine, model, setting, num_tokens) for num_tokens in sizes]
+    small_us, large_us = (deployment.products_us(size, _APART) for size in (_LARGE_STEP, 2 * _LARGE_STEP))
     return (large_us - small_us) / _LARGE_STEP
-
-
-def _products_us(machine: Machine, model: ModelSize, setting: Setting, num_tokens: int) -> float:
-    """Return the microseconds of a step's products and all-reduces that `token_us` counts."""
-    return sum(
-        parameter.count * sum(parameter_us(machine, model, parameter, setting, num_tokens).values())
-        for parameter in model.parameters
-        if not any(name in parameter.name for name in ("embed_tokens", "lm_head", "kv_b_proj"))
-    )
 
 
 def kernel_rates(machine: Machine) -> Rates:
@@ -117,13 +97,10 @@ def kernel_rates(machine: Machine) -> Rates:
     products = machine.matmul_tflops / H200X8.matmul_tflops
     copies = machine.copy_gb_per_s / H200X8.copy_gb_per_s
     links = (machine.direct or machine.all_gather).gb_per_s / assumed_link.gb_per_s
+    of_products = ("matmul_tflops", "mha_tflops", "masked_tflops", "absorbed_tflops", "selected_tflops")
     return replace(
         rates,
-        matmul_tflops=products * rates.matmul_tflops,
-        mha_tflops=products * rates.mha_tflops,
-        masked_tflops=products * rates.masked_tflops,
-        absorbed_tflops=products * rates.absorbed_tflops,
-        selected_tflops=products * rates.selected_tflops,
+        **{name: products * getattr(rates, name) for name in of_products},
         decode_tflops=machine.attention_tflops,
         decode_gb_per_s=machine.attention_read_share * machine.hbm_gb_per_s,
         gb_per_s=copies * rates.gb_per_s,

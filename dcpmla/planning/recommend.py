@@ -1,21 +1,19 @@
 """The (tp, dcp, cache format) to take for a load: what fits, how fast it steps, from where DCP pays, and why."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dcpmla.cache.plan import CachePlan
-from dcpmla.cache.states import num_states
 from dcpmla.fields import check_fields, option_label, whole
-from dcpmla.planning.capacity import block_of, largest_cache
-from dcpmla.planning.exchange import auto_backend
+from dcpmla.planning.capacity import largest_cache
+from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.machine import Machine
-from dcpmla.planning.predict import predict_step
+from dcpmla.planning.search import smallest
 from dcpmla.planning.setting import Setting
-from dcpmla.planning.weights import ModelSize
+from dcpmla.planning.words import ms
 
-_LONGEST = 1 << 24  # limit of the search for a crossover: tokens of a context, or requests
 _LOAD = dict.fromkeys(("batch", "context"), whole(1, 1 << 40))
 _CLOSE = 0.02  # steps within this share of each other count as equal
 
@@ -66,8 +64,8 @@ class Plan(Setting):
         return {**asdict(self), "num_replicas": self.num_replicas}
 
 
-def make_plan(machine: Machine, model: ModelSize, setting: Setting, batch: int, context: int) -> Plan:
-    """Predict memory and step of one setting.
+def make_plan(deployment: Deployment, batch: int, context: int) -> Plan:
+    """Predict memory and step of a model in one setting.
 
     Args:
         batch: Requests of the whole job, spread evenly over its replicas; the fullest one counts.
@@ -76,19 +74,24 @@ def make_plan(machine: Machine, model: ModelSize, setting: Setting, batch: int, 
         ValueError: Heads, experts or a cache format that the model cannot have, or a load out of range.
     """
     check_fields(_LOAD, {"batch": batch, "context": context}, option_label)
+    machine, model, setting = deployment.machine, deployment.model, deployment.setting
     layout = setting.tp, setting.enable_expert_parallel
     weight_bytes = model.weight_bytes(*layout)["total"]
-    room, share = cache_bytes(machine, weight_bytes), _share(setting, batch)
-    cache = _cache(model, setting, room, share)
+    room, share = cache_bytes(machine, weight_bytes), setting.share(batch)
+
+    def cache_of(num_seqs: int) -> CachePlan:
+        """Return the largest cache for requests that run at once."""
+        return largest_cache(deployment.block(num_seqs), room)
+
+    cache = cache_of(share)
     request_blocks = -(-context // cache.block_tokens)
     max_num_seqs = setting.num_replicas * bisect_right(
-        range(1, _cache(model, setting, room, 1).num_blocks // request_blocks + 1),
+        range(1, cache_of(1).num_blocks // request_blocks + 1),
         False,
-        key=lambda num_seqs: _cache(model, setting, room, num_seqs).num_blocks < num_seqs * request_blocks,
+        key=lambda num_seqs: cache_of(num_seqs).num_blocks < num_seqs * request_blocks,
     )
-    dcp_num_nodes = machine.num_nodes(setting.dcp, setting.num_ranks)
     fits = max_num_seqs >= batch
-    step = _step(machine, model, setting, batch, context) if fits else {}
+    step = deployment.step_us(share, context) if fits else {}
     return Plan(
         **(asdict(setting) | {"num_gpus": setting.num_ranks}),
         weight_bytes_per_rank=weight_bytes,
@@ -99,37 +102,20 @@ def make_plan(machine: Machine, model: ModelSize, setting: Setting, batch: int, 
         kv_tokens_per_rank=cache.tokens_per_rank,
         kv_tokens_total=cache.tokens_total,
         num_nodes=machine.num_nodes(setting.num_ranks, setting.num_ranks),
-        dcp_num_nodes=dcp_num_nodes,
-        exchange=auto_backend(machine, setting.dcp, dcp_num_nodes),
+        dcp_num_nodes=deployment.exchange.num_nodes,
+        exchange=deployment.exchange.backend,
         fits=fits,
         longest_context=cache.num_blocks // share * cache.block_tokens,
         max_num_seqs=max_num_seqs,
         step_us={part: round(time, 2) for part, time in step.items()},
         tokens_per_second=round(batch * setting.tokens_a_step / step["total"] * 1e6, 1) if fits else None,
-        crossover=_crossover(machine, model, setting, batch, context) if fits and setting.dcp > 1 else {},
+        crossover=_crossover(deployment, batch, context) if fits and setting.dcp > 1 else {},
     )
 
 
 def cache_bytes(machine: Machine, weight_bytes: int) -> int:
     """Return the bytes that weights and workspaces leave of a GPU's memory to the cache."""
     return max(0, int(machine.memory_bytes * (1 - machine.workspace_share)) - weight_bytes)
-
-
-def _cache(model: ModelSize, setting: Setting, num_bytes: int, num_seqs: int) -> CachePlan:
-    """Return the largest cache in so many bytes of each rank for num_seqs requests at once, in blocks of the runtime's
-    default size.
-    """
-    sizes = num_states(num_seqs), setting.num_speculative_tokens
-    return largest_cache(block_of(model.attention, setting.dcp_config, *sizes), num_bytes)
-
-
-def _share(setting: Setting, batch: int) -> int:
-    """Return the requests of the fullest replica."""
-    return -(-batch // setting.num_replicas)
-
-
-def _step(machine: Machine, model: ModelSize, setting: Setting, batch: int, context: int) -> dict[str, float]:
-    return predict_step(machine, model, setting, _share(setting, batch), context)
 
 
 def recommend(machine: Machine, plans: Sequence[Plan], batch: int, context: int) -> tuple[Plan | None, str]:
@@ -145,10 +131,8 @@ def recommend(machine: Machine, plans: Sequence[Plan], batch: int, context: int)
         widest = max(plans, key=lambda plan: plan.kv_tokens_total * plan.num_replicas)
         if widest.kv_tokens_total == 0:
             least = min(plan.weight_bytes_per_rank for plan in plans)
-            return (
-                None,
-                f"No setting holds even the weights ({_gib(least)} a rank); use more ranks (-tp) or larger GPUs.",
-            )
+            weights = f"even the weights ({least / 2**30:.1f} GiB a rank)"
+            return None, f"No setting holds {weights}; use more ranks (-tp) or larger GPUs."
         return None, (
             f"No setting holds {load}; {widest} holds most: {widest.kv_tokens_total * widest.num_replicas:,} tokens, "
             f"{widest.max_num_seqs:,} such requests, or {batch:,} requests of {widest.longest_context:,}."
@@ -158,12 +142,10 @@ def recommend(machine: Machine, plans: Sequence[Plan], batch: int, context: int)
         (plan for plan in fitting if plan.step_us["total"] <= shortest * (1 + _CLOSE)),
         key=lambda p: (p.dcp, p.step_us["total"]),
     )
-    rank = (
-        "the shortest step"
-        if best.step_us["total"] == shortest
-        else f"a step within {_CLOSE:.0%} of the shortest at the smallest DCP"
-    )
-    reason = f"{len(fitting)} of {len(plans)} settings hold {load}; of these {best} has {rank}, {_ms(best)}"
+    rank = "the shortest step"
+    if best.step_us["total"] > shortest:
+        rank = f"a step within {_CLOSE:.0%} of the shortest at the smallest DCP"
+    reason = f"{len(fitting)} of {len(plans)} settings hold {load}; of these {best} has {rank}, {_step(best)}"
     return best, f"{reason}{_against_plain(best, plans)}.{_crossing(machine, best, fitting)}"
 
 
@@ -176,15 +158,12 @@ def _against_plain(best: Plan, plans: Sequence[Plan]) -> str:
     ]
     if best.dcp == 1:
         sharded = min((plan for plan in same if plan.fits), key=lambda plan: plan.step_us["total"], default=None)
-        return (
-            ""
-            if sharded is None
-            else f" (dcp {sharded.dcp}: {_ms(sharded)}, its exchange costs what its attention saves)"
-        )
+        cause = "its exchange costs what its attention saves"
+        return "" if sharded is None else f" (dcp {sharded.dcp}: {_step(sharded)}, {cause})"
     plain = next((plan for plan in same if plan.dcp == 1), None)
     if plain is None:
         return ""
-    return f" (plain TP: {_ms(plain)})" if plain.fits else f" (plain TP holds {plain.kv_tokens_total:,} tokens only)"
+    return f" (plain TP: {_step(plain)})" if plain.fits else f" (plain TP holds {plain.kv_tokens_total:,} tokens only)"
 
 
 def _crossing(machine: Machine, best: Plan, fitting: Sequence[Plan]) -> str:
@@ -203,16 +182,16 @@ def _crossing(machine: Machine, best: Plan, fitting: Sequence[Plan]) -> str:
         return f" {verdict}: {_exchange(best)}; {_exchange(other)} over {other.dcp_num_nodes} nodes."
     if other is None:
         return f" Only DCP across nodes holds the load: {_exchange(best)} over {best.dcp_num_nodes} nodes."
-    inside = f"inside a node {_exchange(other)}" if other.dcp > 1 else f"tp {other.tp} without DCP takes {_ms(other)}"
+    inside = f"inside a node {_exchange(other)}" if other.dcp > 1 else f"tp {other.tp} without DCP takes {_step(other)}"
     return f" DCP across nodes is worth it here: {_exchange(best)} over {best.dcp_num_nodes} nodes; {inside}."
 
 
-def _crossover(machine: Machine, model: ModelSize, setting: Setting, batch: int, context: int) -> dict[str, int | None]:
-    plain = replace(setting, dcp=1)
+def _crossover(sharded: Deployment, batch: int, context: int) -> dict[str, int | None]:
+    plain = replace(sharded, setting=replace(sharded.setting, dcp=1))
 
     def is_faster(batch: int, context: int) -> bool:
-        sharded_us, plain_us = (_step(machine, model, s, batch, context)["total"] for s in (setting, plain))
-        return sharded_us < plain_us
+        share = sharded.setting.share(batch)
+        return sharded.step_us(share, context)["total"] < plain.step_us(share, context)["total"]
 
     return {
         "context_at_batch": smallest(lambda size: is_faster(batch, size)),
@@ -220,30 +199,10 @@ def _crossover(machine: Machine, model: ModelSize, setting: Setting, batch: int,
     }
 
 
-def smallest(holds: Callable[[int], bool]) -> int | None:
-    """Find the smallest size at which a condition holds that, once it does, holds up to the next power of two; None if
-    it holds at none up to _LONGEST.
-    """
-    high = 1
-    while not holds(high):
-        high *= 2
-        if high > _LONGEST:
-            return None
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
-
-
-def _ms(plan: Plan) -> str:
-    return f"{plan.step_us['total'] / 1e3:.2f} ms"
-
-
 def _exchange(plan: Plan) -> str:
-    exchange = (plan.step_us["gather"] + plan.step_us["combine"]) / 1e3
-    return f"tp {plan.tp}, dcp {plan.dcp} pays {exchange:.2f} ms of {_ms(plan)} for its exchange"
+    exchange_us = plan.step_us["gather"] + plan.step_us["combine"]
+    return f"tp {plan.tp}, dcp {plan.dcp} pays {ms(exchange_us)} ms of {_step(plan)} for its exchange"
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"
+def _step(plan: Plan) -> str:
+    return f"{ms(plan.step_us['total'])} ms"

@@ -1,8 +1,8 @@
 """The load of several servers, and the predictions of one server under it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple, Protocol
+from typing import Annotated, NamedTuple
 
 from dcpmla.fields import check_fields, number, option_label, rules_of, whole
 from dcpmla.planning.setting import Setting
@@ -33,8 +33,9 @@ class Piece(NamedTuple):
     time_us: float
 
 
-class Server(Protocol):
-    """Predicted sizes and times of one server for requests of one length; `dcpmla.cli.plan_split.PlannedServer` is one.
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """Predicted sizes and times of one server for requests of one length.
 
     Attributes:
         setting: Layout of its model and cache, over one TP group.
@@ -42,25 +43,14 @@ class Server(Protocol):
         num_requests: Number of whole requests that it holds at once, and that leave room for prompts in its steps.
         bytes_per_token, bytes_per_state: Size of a token's rows in all layers, one copy, and of a request's state on
             each rank.
+        pieces: Function that returns the steps of a prompt while so many requests decode.
+        decode_us: Function that returns the microseconds of a step in which so many requests decode, without a prompt.
     """
 
-    @property
-    def setting(self) -> Setting: ...
-
-    @property
-    def num_prompts(self) -> int: ...
-
-    @property
-    def num_requests(self) -> int: ...
-
-    @property
-    def bytes_per_token(self) -> int: ...
-
-    @property
-    def bytes_per_state(self) -> int: ...
-
-    def pieces(self, num_decodes: int) -> Sequence[Piece]:
-        """Return the steps of a prompt while so many requests decode."""
-
-    def decode_us(self, num_decodes: int) -> float:
-        """Return the microseconds of a step in which so many requests decode, without a prompt."""
+    setting: Setting
+    num_prompts: int
+    num_requests: int
+    bytes_per_token: int
+    bytes_per_state: int
+    pieces: Callable[[int], Sequence[Piece]]
+    decode_us: Callable[[int], float]

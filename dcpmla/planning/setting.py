@@ -67,5 +67,9 @@ class Setting:
     def num_replicas(self) -> int:
         return self.num_ranks // self.tp
 
+    def share(self, batch: int) -> int:
+        """Return the requests of the fullest replica, of a batch of the whole job."""
+        return -(-batch // self.num_replicas)
+
     def __str__(self) -> str:
         return f"tp {self.tp}, dcp {self.dcp}, {self.kv_cache_dtype}"

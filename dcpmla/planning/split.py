@@ -1,11 +1,12 @@
 """GPUs divided into servers that prefill and servers that decode, under a load, against servers that do both."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, sqrt
 
 from dcpmla.planning.machine import Machine
+from dcpmla.planning.search import smallest
 from dcpmla.planning.servers import Piece, Server, Traffic
 
 MOST_BUSY = 0.8  # largest share of its time that a server or a link works: above it, queues become long
@@ -78,21 +79,17 @@ def predict_split(
     sent_us, received_us = (num_bytes / (_LINK_SHARE * gb_per_s) / 1e3 for num_bytes in (sent, received))
     link_busy = max(rate * sent_us, traffic.request_rate / num_decode * received_us) / 1e6
     goal = traffic.request_rate / num_decode * steps / 1e6
-    num_running = _smallest(_most_running(decode), lambda num: num / decode.decode_us(num) >= goal)
+    num_running = smallest(lambda num: num / decode.decode_us(num) >= goal, _most_running(decode))
     has_room = prefill.num_prompts >= 2
     queue_us = _queue_us(busy, service_us) if has_room else None
     tokens = decode.setting.tokens_a_step
-    obstacle = ""
-    if not has_room:
-        obstacle = (
-            f"a prefill server holds {prefill.num_prompts:,} of 2 prompts: the next is computed while one is sent"
-        )
-    elif busy > MOST_BUSY:
-        obstacle = f"prompts need {busy:.0%} of the prefill servers' time"
-    elif link_busy > MOST_BUSY:
-        obstacle = f"transfers need {link_busy:.0%} of a link's time"
-    elif num_running is None:
-        obstacle = _too_many(decode)
+    held = f"a prefill server holds {prefill.num_prompts:,} of 2 prompts"
+    obstacles = {
+        f"{held}: the next is computed while one is sent": not has_room,
+        f"prompts need {busy:.0%} of the prefill servers' time": busy > MOST_BUSY,
+        f"transfers need {link_busy:.0%} of a link's time": link_busy > MOST_BUSY,
+        _too_many(decode): num_running is None,
+    }
     return Split(
         prefill=str(prefill.setting),
         num_prefill=num_prefill,
@@ -107,7 +104,7 @@ def predict_split(
         num_running=num_running,
         time_per_token_us=None if num_running is None else decode.decode_us(num_running) / tokens,
         time_per_token_p99_us=None if num_running is None else decode.decode_us(_high(num_running)) / tokens,
-        obstacle=obstacle,
+        obstacle=next((words for words, is_met in obstacles.items() if is_met), ""),
     )
 
 
@@ -123,7 +120,7 @@ def predict_both(traffic: Traffic, server: Server, num_servers: int) -> Split:
         busy = rate * _total_us(server.pieces(num))
         return busy <= MOST_BUSY and num * _step_rate(server, num, rate) >= rate * steps
 
-    num_running = _smallest(limit, keeps_up)
+    num_running = smallest(keeps_up, limit)
     split = Split(
         prefill="",
         num_prefill=0,
@@ -212,17 +209,6 @@ def _high(num_running: int) -> int:
 def _most_running(server: Server) -> int:
     """Return the largest mean number of running requests for which the server nearly always has room."""
     return bisect_left(range(1, server.num_requests + 1), server.num_requests + 1, key=_high)
-
-
-def _smallest(limit: int, holds: Callable[[int], bool]) -> int | None:
-    """Return the smallest number up to a limit for which a condition holds; None if it holds for none tried."""
-    high = 1
-    while high < limit and not holds(high):
-        high *= 2
-    high = min(high, limit)
-    if high < 1 or not holds(high):
-        return None
-    return bisect_left(range(high // 2 + 1, high), True, key=holds) + high // 2 + 1
 
 
 def _too_many(server: Server) -> str:

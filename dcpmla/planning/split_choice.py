@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dcpmla.planning.machine import Machine
 from dcpmla.planning.servers import Server, Traffic
 from dcpmla.planning.split import Split, predict_both, predict_split
+from dcpmla.planning.words import ms
 
 _CLOSE = 0.02  # times within this share of each other count as equal
 
@@ -38,14 +39,14 @@ def recommend_split(splits: Sequence[Split]) -> tuple[Split | None, str]:
     best = _fastest(splits)
     if best is None:
         return None, "No division keeps up: " + "; ".join(_nearest(group) for group in (apart, both) if group) + "."
-    reason = f"{_late(best)}, and the first token takes {_ms(best.time_to_first_token_us)} on average"
+    reason = f"{_late(best)}, and the first token takes {ms(best.time_to_first_token_us)} ms on average"
     kind = both if best.num_prefill else apart
     other = _fastest(kind)
     if not kind:
         return best, f"{reason}. The GPUs are too few for two servers of the sizes in tensor_parallel_size (-tp)."
     if other is None:
         return best, f"{reason}. {_nearest(kind)}."
-    against = f"With {other}, {_late(other)}, and the first token takes {_ms(other.time_to_first_token_us)}"
+    against = f"With {other}, {_late(other)}, and the first token takes {ms(other.time_to_first_token_us)} ms"
     return best, f"{reason}. {against}. {_cause(best, other)}"
 
 
@@ -79,8 +80,4 @@ def _nearest(splits: Sequence[Split]) -> str:
 
 
 def _late(split: Split) -> str:
-    return f"99 % of the times between tokens are at most {_ms(split.time_per_token_p99_us)}"
-
-
-def _ms(time_us: float | None) -> str:
-    return "-" if time_us is None else f"{time_us / 1e3:,.2f} ms"
+    return f"99 % of the times between tokens are at most {ms(split.time_per_token_p99_us)} ms"

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 
 from dcpmla.cache.plan import CachePlan
-from dcpmla.cache.states import num_states
 from dcpmla.cache.tier import count_slots
-from dcpmla.planning.capacity import block_of
+from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.load import TierCosts
 from dcpmla.planning.machine import Machine
 from dcpmla.planning.prefill import PrefillCosts
-from dcpmla.planning.recommend import Plan, cache_bytes, smallest
+from dcpmla.planning.recommend import Plan, cache_bytes
+from dcpmla.planning.search import smallest
 from dcpmla.planning.weights import ModelSize
 
 _LAUNCH_US = 10.0  # assumed, not measured: launches of a load in one layer, whatever it moves
@@ -41,7 +41,7 @@ def make_tiers(
         context: Number of tokens of a request.
         host_gib, disk_gib: GiB of host memory and of disks of all ranks together; None for no disks.
     """
-    block = block_of_plan(model, plan)
+    block = Deployment(machine, model, plan).block()
     room = cache_bytes(machine, plan.weight_bytes_per_rank)
     num_requests = plan.max_num_seqs // plan.num_replicas
     gpu = Tier(name="GPU", bytes_per_rank=room, num_tokens=plan.kv_tokens_total, num_requests=num_requests)
@@ -61,19 +61,14 @@ def _slower_tier(name: str, bytes_per_rank: int, block: CachePlan, context: int)
     )
 
 
-def block_of_plan(model: ModelSize, plan: Plan) -> CachePlan:
-    """Return the sizes of a plan's cache with one block, in blocks of the runtime's default size."""
-    return block_of(model.attention, plan.dcp_config, num_states(1), plan.num_speculative_tokens)
-
-
-def load_costs(machine: Machine, model: ModelSize, plan: Plan, pieces: PrefillCosts) -> dict[str, TierCosts]:
-    """Return the time of loads from host memory and from disks. Blocks on disks are read into host memory first; the
-    copy to the GPU is assumed to begin afterwards.
+def load_costs(pieces: PrefillCosts) -> dict[str, TierCosts]:
+    """Return the time of loads from host memory and from disks, against pieces of prompts. Blocks on disks are read
+    into host memory first; the copy to the GPU is assumed to begin afterwards.
     """
+    machine, block = pieces.deployment.machine, pieces.deployment.block()
     host, disk = machine.host_gb_per_s, machine.disk_gb_per_s
-    block, num_layers = block_of_plan(model, plan), model.attention.num_layers
     rates = {"host": host, "disk": host * disk / (host + disk)}
-    latency_us = num_layers * _LAUNCH_US
+    latency_us = pieces.deployment.model.attention.num_layers * _LAUNCH_US
     return {name: TierCosts(block, latency_us, rate, pieces.piece_us) for name, rate in rates.items()}
 
 

@@ -41,7 +41,7 @@ class ModelSize:
     @property
     def is_stack(self) -> bool:
         """True if it is attention layers alone."""
-        return all(parameter.is_attention for parameter in self.parameters)
+        return all(parameter.part == "attention" for parameter in self.parameters)
 
     def weight_bytes(self, tensor_parallel_size: int, expert_parallel: bool = False) -> dict[str, int]:
         """Return the bytes of the fullest rank, by PARTS and in "total".
@@ -104,9 +104,7 @@ class ModelSize:
         """Its attention layers alone, as `MLAAttention` holds them; of sparse MLA without indexers, as benchmarks of
         layers have it.
         """
-        layers = tuple(
-            parameter.widened() for parameter in self.parameters if parameter.is_attention and not parameter.is_indexer
-        )
+        layers = (each for each in self.parameters if each.part == "attention" and ".indexer." not in each.name)
         attention = self.attention.dense_stack()
         assert attention is not None
-        return replace(self, attention=attention, parameters=layers)
+        return replace(self, attention=attention, parameters=tuple(layer.widened() for layer in layers))

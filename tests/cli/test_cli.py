@@ -175,7 +175,10 @@ MISTAKES = {
         f"prompt 1 has token id {VOCAB_SIZE}; the model's vocabulary is [0, {VOCAB_SIZE})",
     ),
     "negative id": (["--prompt-ids=-1"], "prompt 1 has token id -1"),
-    "no ids": (["--prompt-ids", "5,x"], "argument --prompt-ids: '5,x' is not a list of token ids separated by commas"),
+    "no ids": (
+        ["--prompt-ids", "5,x"],
+        "argument --prompt-ids: 'x' is not a token id; give whole numbers separated by commas",
+    ),
     "no tokenizer": (["--prompt", "hello"], "--prompt needs a tokenizer"),
     "new tokens": (["--max-new-tokens", 0], "argument --max-new-tokens: '0' is not a whole number of at least 1"),
     "temperature": (
@@ -198,7 +201,7 @@ MISTAKES = {
     "top-p": (["--top-p", 0], "top_p (--top-p) is 0.0; it must be a number in (0, 1]"),
     "top-k": (["--top-k=-1"], "top_k (--top-k) is -1; it must be a whole number of at least 0"),
     "stop": (["--stop", "x"], "stop (--stop) needs a tokenizer, and the model's does not load: "),
-    "stop ids": (["--stop-token-ids", "5,x"], "argument --stop-token-ids: '5,x' is not a list of token ids"),
+    "stop ids": (["--stop-token-ids", "5,x"], "argument --stop-token-ids: 'x' is not a token id"),
     "seqs": (["--max-num-seqs", 0], "argument --max-num-seqs: '0' is not a whole number of at least 1"),
     "small cache": (
         ["--kv-cache-memory-bytes", 100],
@@ -216,7 +219,7 @@ MISTAKES = {
         ["--prompt-file", "in.jsonl", "--output-file", "out.jsonl"],
         "--prompt-file does not go with --prompt, --prompt-ids, --json or --logits",
     ),
-    "timeout": (["--timeout", 0], "argument --timeout: '0' is not a whole number of at least 1"),
+    "timeout": (["--timeout", 0], "argument --timeout: '0' is not a whole number in [1, 604800]"),
     "attention backend": (
         ["--attention-backend", "fa9"],
         "attention_backend (--attention-backend) is 'fa9'; expected 'auto' or one of hopper, triton",

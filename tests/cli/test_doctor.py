@@ -16,8 +16,7 @@ from dcpmla.attention.backends import reference
 from dcpmla.attention.backends.calls import DecodeCall, PrefillCall
 from dcpmla.attention.backends.choice import DECODE_BACKENDS, PREFILL_BACKENDS, Backend
 from dcpmla.bench.geometries import config_of
-from dcpmla.cli import bit_tests, self_tests
-from dcpmla.cli.determinism import WAYS
+from dcpmla.cli import determinism, self_tests
 from dcpmla.cli.doctor import CONFIG
 from dcpmla.cli.self_tests import SelfTest
 from dcpmla.comm.exchange import Exchange
@@ -180,8 +179,8 @@ def test_on_two_gpus(tmp_path: Path) -> None:
 def test_determinism(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A line for each way with the number of equal rows; the exit code is 1 where one differs."""
     out = tmp_path / "doctor.json"
-    monkeypatch.setattr(bit_tests, "CPU_PROMPT_LENS", (1, 5))
-    monkeypatch.setattr(bit_tests, "WAYS", WAYS[:1])
+    monkeypatch.setattr(determinism, "CPU_PROMPT_LENS", (1, 5))
+    monkeypatch.setattr(determinism, "WAYS", determinism.WAYS[:1])
     command = ["doctor", "--device", "cpu", "--determinism", "--json", str(out)]
     assert main(command) == 0
     lines = capfd.readouterr().out.splitlines()

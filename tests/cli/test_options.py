@@ -1,14 +1,14 @@
 """Options that are fields of dataclasses, and what the commands that run a model print of its CUDA graphs."""
 
 import argparse
+import re
 from dataclasses import fields
 
 import pytest
 
 from dcpmla.__main__ import build_parser
-from dcpmla.cli.engine_arguments import add_engine_arguments
 from dcpmla.cli.field_options import texts_of
-from dcpmla.cli.options import graph_lines
+from dcpmla.cli.options import add_engine_arguments, graph_lines, positive_list, share_list, token_ids
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.runtime.sampling import SamplingParams
@@ -79,3 +79,17 @@ def test_texts_of_fields_are_read_from_docstrings() -> None:
     assert {field.name for field in fields(SamplingParams)} == texts_of(SamplingParams).keys()
     assert {field.name for field in fields(EngineOptions)} == texts_of(EngineOptions).keys()
     assert {field.name for field in fields(ServeOptions)} == texts_of(ServeOptions).keys()
+
+
+def test_lists_are_read_item_by_item() -> None:
+    assert token_ids("5, -1,7") == [5, -1, 7]
+    assert share_list("0,0.5, 1") == [0.0, 0.5, 1.0]
+    for read, text, message in (
+        (positive_list, "1,0", "'0' is not a whole number of at least 1"),
+        (positive_list, "1,1.5", "'1.5' is not a whole number of at least 1"),
+        (share_list, "0,x", "'x' is not a number in [0, 1]"),
+        (share_list, "nan", "'nan' is not a number in [0, 1]"),
+        (token_ids, "", "'' is not a token id"),
+    ):
+        with pytest.raises(argparse.ArgumentTypeError, match=re.escape(message)):
+            read(text)

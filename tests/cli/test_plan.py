@@ -153,10 +153,10 @@ def test_command_plans_sparse_models(tmp_path: Path, capfd: pytest.CaptureFixtur
         ),
         (["--batch", "1" + "0" * 30], "it must be a whole number in [1, 1099511627776]"),
         (["--context", "1" + "0" * 400], "context (--context) is 1000000"),
-        (["--input-len", "1" + "0" * 400], "input_len (--input-len) is 1000"),
+        (["--input-len", "1" + "0" * 400], "argument --input-len: '1000"),
         (
             ["--max-num-batched-tokens", "16777217"],
-            "max_num_batched_tokens (--max-num-batched-tokens) is 16777217; it must be a whole number in [1, 16777216]",
+            "argument --max-num-batched-tokens: '16777217' is not a whole number in [1, 16777216]",
         ),
         (["-tp", "1000000000"], "must divide the model's 24 attention heads"),
         (["-dcp", "0"], "not a whole number of at least 1"),

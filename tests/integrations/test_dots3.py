@@ -17,9 +17,9 @@ from dcpmla.config import DCPConfig
 from dcpmla.integrations.families.table import attention_of
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
-from dcpmla.planning.exchange import exchange_us
+from dcpmla.planning.deployment import Deployment, attention_us
+from dcpmla.planning.exchange import ExchangeCosts
 from dcpmla.planning.machine import H200X8
-from dcpmla.planning.predict import attention_us, decode_attention_us
 from dcpmla.planning.setting import Setting
 from tests.integrations.test_deepseek_v4 import generate
 from tests.integrations.test_graph_models import serve_all
@@ -178,17 +178,15 @@ def test_the_published_sizes() -> None:
 
 def test_the_times_of_both_kinds_of_layers() -> None:
     """A GPU of 8 multiplies by 128 and 64 heads of the DCP group, and reads rows of 1,152 and 2,176 bytes."""
-    kind, setting = (
-        attention_of(load_config(CONFIGS / "dots3_note.json")),
-        Setting(tp=8, dcp=8, kv_cache_dtype="bf16"),
-    )
-    reads = {isinstance(layer, WindowSpec): layer.reads(100_000) for layer in kind.sorts}
+    model, setting = read_model(load_config(CONFIGS / "dots3_note.json")), Setting(tp=8, dcp=8, kv_cache_dtype="bf16")
+    reads = {isinstance(layer, WindowSpec): layer.reads(100_000) for layer in model.attention.sorts}
     selected, window = reads[False], reads[True]
-    parts = decode_attention_us(H200X8, kind, setting, 32, 100_000)
+    parts = Deployment(H200X8, model, setting).attention_us(32, 100_000)
     selected_us = attention_us(H200X8, selected, 1152, 128, 32, 8)
     window_us = attention_us(H200X8, window, 2176, 64, 32, 8)
     assert parts["attention"] == pytest.approx(13 * selected_us + 33 * window_us)
-    combine_us = [exchange_us(H200X8, "combine", 32, *widths, 8, backend="auto") for widths in ((128, 512), (64, 1024))]
+    exchange = ExchangeCosts(H200X8, 8, backend="auto")
+    combine_us = [exchange.time_us("combine", 32, *widths) for widths in ((128, 512), (64, 1024))]
     assert parts["combine"] == pytest.approx(13 * combine_us[0] + 33 * combine_us[1])
 
 

@@ -17,6 +17,7 @@ from dcpmla.integrations import loading, tier_speeds
 from dcpmla.integrations.model_size import read_model
 from dcpmla.integrations.tier_speeds import Line, TierSpeeds, measure
 from dcpmla.parallel.mesh import init_mesh
+from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.prefill import PrefillCosts
 from dcpmla.planning.setting import Setting
@@ -46,8 +47,8 @@ def test_the_rule() -> None:
     """Computing costs a share of a step's start; the disk's blocks are read into host memory first."""
     speeds = TierSpeeds(copy=Line(10.0, 0.001), read=Line(100.0, 0.01), prefill=Line(800.0, 0.1), num_tokens=100)
     host, disk = speeds.costs(PLAN, PIECES, 80, logs=False)
-    assert host.load_us(33, False) == pytest.approx(10 + 0.001 * 3000)
-    assert disk.load_us(33, False) == pytest.approx(110 + 0.011 * 3000)
+    assert host.load_us(33) == pytest.approx(10 + 0.001 * 3000)
+    assert disk.load_us(33) == pytest.approx(110 + 0.011 * 3000)
     # A token costs 10.1 us at the start, and 10.2 after 1,000 others.
     assert [host.should_load(tokens, 0) for tokens in (1, 2)] == [False, True]
     assert [disk.should_load(tokens, 0) for tokens in (11, 12)] == [False, True]
@@ -56,7 +57,7 @@ def test_the_rule() -> None:
 
 
 def pieces_of(model: Any) -> PrefillCosts:
-    return PrefillCosts(H200X8, model, Setting(tp=1, dcp=1, kv_cache_dtype="bf16"), 8192)
+    return PrefillCosts(Deployment(H200X8, model, Setting(tp=1, dcp=1, kv_cache_dtype="bf16")), 8192)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "kimi_linear"])

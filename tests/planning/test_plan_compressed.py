@@ -21,9 +21,9 @@ from dcpmla.integrations.families.table import attention_of
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.planning.capacity import block_of, capacity_table, largest_cache
+from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.mixed import MixedSteps
-from dcpmla.planning.predict import predict_step
 from dcpmla.planning.prefill import PrefillCosts
 from dcpmla.planning.recommend import cache_bytes, make_plan
 from dcpmla.planning.setting import Setting
@@ -74,8 +74,8 @@ def test_parameters_are_as_published(name: str, billions: float) -> None:
 def test_states_within_prompts_cost_a_sixteenth_of_their_time(name: str, expected: int) -> None:
     """Of its time without another step for a state, which half as many tokens would exceed."""
     setting = Setting(tp=8, dcp=8, kv_cache_dtype="bf16")
-    costs = PrefillCosts(H200X8, read(name), setting, 8192)
-    steps, least = MixedSteps(H200X8, read(name), setting, costs, 0, 0), costs.least_state_tokens
+    costs = PrefillCosts(Deployment(H200X8, read(name), setting), 8192)
+    steps, least = MixedSteps(costs, 0, 0), costs.least_state_tokens
     assert least == expected
     for size, pays in ((least, True), (least // 2, False)):
         added_us = steps.step_us(size, 0, size, is_one_graph=True)["total"] - costs.piece_us(size, 0)
@@ -103,7 +103,7 @@ def test_ranks_cut_heads_and_groups_and_hold_the_rest_whole() -> None:
     sizes = {
         (p.name.split("self_attn.")[1].removesuffix(".weight"), p.shape[0]): p
         for p in read("flash").parameters
-        if p.is_attention
+        if p.part == "attention"
     }
     cut = {name for (name, _), p in sizes.items() if p.shard_shape(8) != p.shape}
     assert cut == {"q_b_proj", "o_a_proj", "o_b_proj", "sinks"}
@@ -134,7 +134,7 @@ def test_sharding_keeps_its_gain(name: str) -> None:
         assert shard.tokens_total >= 7.5 * whole.tokens_total > 0
         assert shard.bytes_per_rank <= room < replace(shard, num_blocks=shard.num_blocks + 1).bytes_per_rank
         setting = Setting(tp=8, dcp=8, kv_cache_dtype=kv, index_cache_dtype=index)
-        plan, plain = (make_plan(H200X8, model, s, 4, 65536) for s in (setting, replace(setting, dcp=1)))
+        plan, plain = (make_plan(Deployment(H200X8, model, s), 4, 65536) for s in (setting, replace(setting, dcp=1)))
         assert plan.kv_tokens_total >= 7.5 * plain.kv_tokens_total > 0
         assert plan.kv_bytes_per_token == plain.kv_bytes_per_token == shard.bytes_per_token
         assert plan.bytes_per_state == plain.bytes_per_state > 0
@@ -142,7 +142,9 @@ def test_sharding_keeps_its_gain(name: str) -> None:
 
 def test_bytes_of_a_token_and_of_a_state_by_hand() -> None:
     flash = make_plan(
-        H200X8, read("flash"), Setting(tp=8, dcp=8, kv_cache_dtype="fp8_ds_mla", index_cache_dtype="fp8"), 1, 4096
+        Deployment(H200X8, read("flash"), Setting(tp=8, dcp=8, kv_cache_dtype="fp8_ds_mla", index_cache_dtype="fp8")),
+        1,
+        4096,
     )
     rows, keys = 21 * 585 / 4 + 20 * 585 / 128, 21 * 132 / 4
     assert flash.kv_bytes_per_token == -(-(rows + keys) // 1)
@@ -170,7 +172,7 @@ def test_what_fits_is_what_the_cache_takes() -> None:
     model = read("pro")
     for dcp, batch, context in ((1, 3, 100_000), (8, 40, 500_000), (4, 1, 1_000_000)):
         setting = Setting(tp=8, dcp=dcp, kv_cache_dtype="fp8_ds_mla")
-        plan = make_plan(H200X8, model, setting, batch, context)
+        plan = make_plan(Deployment(H200X8, model, setting), batch, context)
         room = cache_bytes(H200X8, plan.weight_bytes_per_rank)
 
         def fits(num_requests: int, seq_len: int, setting: Setting = setting, room: int = room) -> bool:
@@ -197,7 +199,8 @@ def test_a_step_reads_windows_and_entries() -> None:
 
 def test_sharding_shortens_reads_and_adds_an_exchange() -> None:
     plain, sharded = (
-        predict_step(H200X8, read("pro"), Setting(tp=8, dcp=dcp, kv_cache_dtype="bf16"), 64, 1 << 20) for dcp in (1, 8)
+        Deployment(H200X8, read("pro"), Setting(tp=8, dcp=dcp, kv_cache_dtype="bf16")).step_us(64, 1 << 20)
+        for dcp in (1, 8)
     )
     for part in ("selection", "attention"):
         assert sharded[part] < plain[part]
@@ -214,7 +217,7 @@ def test_a_hyper_connection_takes_a_product() -> None:
     others = tuple(parameter for parameter in model.parameters if not parameter.is_hyper_connection)
     for batch in (1, 64):
         with_them, without = (
-            predict_step(machine, replace(model, parameters=parameters), setting, batch, 1024)["rest"]
+            Deployment(machine, replace(model, parameters=parameters), setting).step_us(batch, 1024)["rest"]
             for parameters in (model.parameters, others)
         )
         num_bytes = 24 * 4 * 4096 * 4 / machine.product_read_share + 3 * batch * 4 * 4096 * 2

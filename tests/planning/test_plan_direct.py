@@ -9,7 +9,8 @@ import pytest
 
 from dcpmla.cli.plan import load_machine
 from dcpmla.comm.direct_ops import MAX_SIZE
-from dcpmla.planning.exchange import exchange_us
+from dcpmla.planning.deployment import Deployment
+from dcpmla.planning.exchange import ExchangeCosts
 from dcpmla.planning.machine import H200X8, Direct
 from dcpmla.planning.measured import calibrate, predict_row
 from dcpmla.planning.recommend import make_plan
@@ -21,7 +22,7 @@ from tests.support.plan_cases import DIRECT, NUM_TOKENS, exchange_row, layer_row
 def test_direct_is_as_measured() -> None:
     for (operation, width, num_ranks), times in DIRECT.items():
         for num_tokens, time in times.items():
-            predicted = exchange_us(H200X8, operation, num_tokens, 128, width, num_ranks, backend="direct")
+            predicted = ExchangeCosts(H200X8, num_ranks, backend="direct").time_us(operation, num_tokens, 128, width)
             assert within(predicted, time, 1.3), (
                 f"{operation} {width} of {num_ranks}, {num_tokens} tokens: {predicted:.1f} us, not {time}"
             )
@@ -40,10 +41,12 @@ def test_exchange_is_what_auto_takes(v3: ModelSize) -> None:
         (H200X8, 8, 1, "none"),
     ):
         setting = Setting(tp=tp, dcp=dcp, kv_cache_dtype="bf16")
-        plan = make_plan(machine, v3, setting, 8, 4096)
+        plan = make_plan(Deployment(machine, v3, setting), 8, 4096)
         assert plan.exchange == expected
         for part, operation, width in (("gather", "gather_heads", 576), ("combine", "combine", 512)):
-            time = exchange_us(machine, operation, 8, 128 // tp * dcp, width, dcp, plan.dcp_num_nodes, expected)
+            time = ExchangeCosts(machine, dcp, plan.dcp_num_nodes, expected).time_us(
+                operation, 8, 128 // tp * dcp, width
+            )
             assert plan.step_us[part] == pytest.approx(61 * time, abs=0.01)
 
 
@@ -55,7 +58,7 @@ def test_calibration_finds_the_direct_exchange_that_was_measured(v3: ModelSize, 
     for tokens in NUM_TOKENS:
         row = exchange_row("combine", "direct", tokens, heads=64, tp=4, dcp=4, median_us=1000.0)
         for operation, variant, width in (("gather_heads", "", 576), ("combine", "", 512), ("combine", "pbm", 128)):
-            time = exchange_us(other, operation, tokens, 64, width, 4, backend="direct")
+            time = ExchangeCosts(other, 4, backend="direct").time_us(operation, tokens, 64, width)
             named = {"operation": operation, "variant": variant, "row_width": width}
             rows.append({**row, **named, "median_us": time})
         others.append({**row, "variant": "fp8"})
@@ -87,7 +90,7 @@ def test_measured_steps_have_the_exchange_that_they_name(v3: ModelSize) -> None:
     """Rows of `bench layer`; what it varies beyond the backend has no prediction."""
     for backend in ("a2a", "ag_rs", "direct"):
         row = layer_row("combine", tp=8, dcp=8, exchange=backend)
-        time = exchange_us(H200X8, "combine", 32, 128, 512, 8, backend=backend)
+        time = ExchangeCosts(H200X8, 8, backend=backend).time_us("combine", 32, 128, 512)
         assert predict_row(H200X8, v3, row) == pytest.approx(4 * time)
         assert predict_row(H200X8, v3, {**row, "variant": "pbm"}) is None
         assert predict_row(H200X8, v3, {**row, "part": "output"}) is None

@@ -10,7 +10,7 @@ import pytest
 
 from dcpmla.cli.output import write_json
 from dcpmla.cli.plan import load_machine
-from dcpmla.planning.exchange import exchange_us
+from dcpmla.planning.exchange import ExchangeCosts
 from dcpmla.planning.machine import H200X8, Collective, Machine
 from dcpmla.planning.measured import Row, calibrate, predict_row, read_rows
 from dcpmla.planning.weights import ModelSize
@@ -85,7 +85,7 @@ def test_calibration_finds_the_machine_that_was_measured(v3: ModelSize, tmp_path
     rows = []
     for operation, width in (("gather_heads", 576), ("combine", 512)):
         for tokens in NUM_TOKENS:
-            time = exchange_us(other, operation, tokens, 128, width, 4)
+            time = ExchangeCosts(other, 4).time_us(operation, tokens, 128, width)
             rows.append(exchange_row(operation, "a2a", tokens, row_width=width, tp=4, dcp=4, median_us=time))
     found = load_machine(f"h200x8,{write(tmp_path / 'bench.json', {'rows': rows})}", v3)
     assert found.name == "h200x8, calibrated"

@@ -11,9 +11,9 @@ from dcpmla.bench.geometries import config_of
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cli.plan_prompts import PromptPlan
 from dcpmla.integrations.model_size import read_model
+from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.machine import H200X8, Machine, change_machine
 from dcpmla.planning.mixed import MixedSteps
-from dcpmla.planning.predict import predict_step
 from dcpmla.planning.prefill import PrefillCosts, kernel_rates, token_us
 from dcpmla.planning.recommend import make_plan
 from dcpmla.planning.setting import Setting
@@ -30,13 +30,13 @@ ALONE = Setting(tp=1, dcp=1, kv_cache_dtype="bf16")
 
 
 def steps_of(model: ModelSize, setting: Setting, num_decodes: int = 0, machine: Machine = H200X8) -> MixedSteps:
-    costs = PrefillCosts(machine, model, setting, 8192)
-    return MixedSteps(machine, model, setting, costs, num_decodes, 4096)
+    costs = PrefillCosts(Deployment(machine, model, setting), 8192)
+    return MixedSteps(costs, num_decodes, 4096)
 
 
 def prompts_of(model: ModelSize, setting: Setting, batch: int, context: int, limit: int) -> PromptPlan:
-    plan = make_plan(H200X8, model, setting, batch, context)
-    return PromptPlan(H200X8, model, plan, batch, context, limit)
+    plan = make_plan(Deployment(H200X8, model, setting), batch, context)
+    return PromptPlan(Deployment(H200X8, model, plan), batch, context, limit)
 
 
 @pytest.mark.parametrize("read", [read_v3, read_v32, read_glm5])
@@ -47,7 +47,7 @@ def test_a_step_is_a_decode_step_and_a_piece(read: Callable[[], ModelSize], tp: 
     step = steps_of(model, setting, 32).step_us(1, 1000, 33, is_one_graph=True)
     assert step["total"] == pytest.approx(step["products"] + step["piece"] + step["decodes"])
     assert step["piece"] == model.attention.costs(setting.dcp_config, kernel_rates(H200X8)).piece_us(1, 1000)
-    low_us, high_us = (predict_step(H200X8, model, setting, batch, 4096)["total"] for batch in (32, 33))
+    low_us, high_us = (Deployment(H200X8, model, setting).step_us(batch, 4096)["total"] for batch in (32, 33))
     assert low_us < step["total"] - step["piece"] < high_us
 
 
@@ -56,7 +56,9 @@ def test_padding_costs_products_alone(v3: ModelSize) -> None:
     steps = steps_of(v3, setting, 8)
     bare, padded = (steps.step_us(4000, 0, num_rows, is_one_graph=True) for num_rows in (4008, 5120))
     assert {**padded, "products": 0, "total": 0} == {**bare, "products": 0, "total": 0}
-    assert padded["products"] - bare["products"] == pytest.approx(1112 * token_us(H200X8, v3, setting), rel=0.02)
+    assert padded["products"] - bare["products"] == pytest.approx(
+        1112 * token_us(Deployment(H200X8, v3, setting)), rel=0.02
+    )
 
 
 def test_a_small_step_waits_for_launches_between_graphs() -> None:
@@ -131,7 +133,7 @@ def test_decodes_without_room_for_prompts(v3: ModelSize) -> None:
     assert prompts_of(v3, setting, 15, 100, 64).loads == (0, 15)
     full = prompts_of(v3, setting, 16, 100, 64)
     assert full.loads == (0,)
-    assert "decodes leave no room for prompts in a step of 64 tokens" in full.report("", 100)
+    assert "decodes leave no room for prompts in a step of 64 tokens" in full.section(100).lines
     many = replace(setting, num_gpus=16)
     assert prompts_of(v3, many, 30, 100, 64).loads == (0, 15), "each replica has its share"
 
@@ -152,5 +154,5 @@ def test_every_family_has_steps(family: str) -> None:
     (alone, beside), *_ = prompts.steps()
     assert alone.wait_us == 0 < beside.wait_us <= beside.step_us["total"]
     assert alone.step_us["total"] <= beside.step_us["total"]
-    content: Any = json.loads(json.dumps(prompts.as_json(300)))
+    content: Any = json.loads(json.dumps(prompts.section(300).content))
     assert [way["num_steps"] for way in content["first_token"]] == [2, len(prompts.pieces(300, 4))]

@@ -8,9 +8,9 @@ import pytest
 
 from dcpmla.bench.geometries import config_of
 from dcpmla.integrations.model_size import read_model
+from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.machine import H200X8, Machine
 from dcpmla.planning.measured import calibrate, predict_row
-from dcpmla.planning.predict import predict_step
 from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
 from tests.support.plan_cases import RESULTS, within
@@ -54,7 +54,7 @@ def test_the_preset_predicts_the_steps_that_were_measured(path: str, vocab_size:
     for row in rows:
         model = read_size(row["model"], row["weights"], 129280 if "256" in row["model"] else vocab_size)
         setting = Setting(tp=row["tp"], dcp=row["dcp"], kv_cache_dtype="bf16")
-        predicted = predict_step(H200X8, model, setting, row["batch"], row["input_len"])["total"]
+        predicted = Deployment(H200X8, model, setting).step_us(row["batch"], row["input_len"])["total"]
         assert within(predicted / row["device_us"], 1, {"v2lite": 1.15, "v4": 1.2}.get(row["model"], 1.1))
 
 

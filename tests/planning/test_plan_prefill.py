@@ -21,6 +21,7 @@ from dcpmla.integrations.families.table import attention_of
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.llm import LLM
+from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.prefill import PrefillCosts, kernel_rates, token_us
 from dcpmla.planning.setting import Setting
@@ -46,7 +47,7 @@ def setting_of(tp: int, dcp: int, kv_cache_dtype: str = "bf16", enable_expert_pa
 
 @cache
 def costs_of(index: int, tp: int, dcp: int, kv_cache_dtype: str = "bf16") -> PrefillCosts:
-    return PrefillCosts(H200X8, MODELS[index](), setting_of(tp, dcp, kv_cache_dtype), 8192)
+    return PrefillCosts(Deployment(H200X8, MODELS[index](), setting_of(tp, dcp, kv_cache_dtype)), 8192)
 
 
 settings_of_models = st.builds(
@@ -77,7 +78,7 @@ def test_a_token_multiplies_with_every_parameter(
     sums_us = 2 * model.attention.num_layers * 2 * 2 * hidden * (1 - 1 / tp) / H200X8.direct.gb_per_s / 1e3
     expected = 2 * products / H200X8.matmul_tflops / 1e6 + sums_us + 2 * passes / H200X8.hbm_gb_per_s / 1e3
     setting = setting_of(tp, 1, enable_expert_parallel=enable_expert_parallel)
-    assert token_us(H200X8, model, setting) == pytest.approx(expected)
+    assert token_us(Deployment(H200X8, model, setting)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("read", [read_v3, read_v32, read_glm5])
@@ -91,12 +92,12 @@ def test_a_piece_is_its_tokens_and_the_cheaper_route(
     assert isinstance(attention, MLAConfig)
     routes = RouteCosts(attention, setting.dcp_config)
     layer_us = min(routes.absorbed_us(new, context), routes.mha_us(new, context, routes.num_tiles(new)))
-    expected = new * token_us(H200X8, model, setting) + model.attention.num_layers * layer_us
+    expected = new * token_us(Deployment(H200X8, model, setting)) + model.attention.num_layers * layer_us
     if attention.indexer is not None and context + new > attention.indexer.topk:
         num_scores = sum(range(context + 1, context + new + 1)) * attention.indexer.num_heads / dcp
         score_us = 2 * num_scores * attention.indexer.head_dim / H200X8.attention_tflops / 1e6
         expected += model.attention.num_index_layers * score_us
-    costs = PrefillCosts(H200X8, model, setting, 8192)
+    costs = PrefillCosts(Deployment(H200X8, model, setting), 8192)
     assert costs.piece_us(new, context) == pytest.approx(expected)
     assert costs.tokens_per_request == routes.tokens_per_request
     pieces = [(new, context), (8, 50_000), (500, 9000)]
@@ -129,8 +130,8 @@ def test_a_piece_of_v4_is_a_sum_over_its_tokens(tp: int, dcp: int, new: int, con
         num_entries += of_layer
     gather_us = num_entries * 2 * attention.head_dim * (4 / 2700 + (1 - 1 / dcp) / 275) / 1e3
     score_us = 2 * num_scores * attention.indexer.num_heads * attention.indexer.head_dim / dcp / 650e6
-    expected = new * token_us(H200X8, model, setting) + row_us * num_rows + gather_us + score_us
-    costs = PrefillCosts(H200X8, model, setting, 8192)
+    expected = new * token_us(Deployment(H200X8, model, setting)) + row_us * num_rows + gather_us + score_us
+    costs = PrefillCosts(Deployment(H200X8, model, setting), 8192)
     rounding_us = row_us * new * len(attention.layer_kinds)  # parts of entries that a token does not see yet
     assert expected <= costs.piece_us(new, context) * (1 + 1e-9) <= expected + rounding_us
     assert (costs.tokens_per_request, costs.choose_absorbed([(8, 65536)] * 3)) == (1, [False] * 3)
@@ -199,7 +200,7 @@ def test_the_limit_of_a_mixed_step() -> None:
         costs = costs_of(index, 8, 8)
         assert costs.max_prefill_us == costs.piece_us(8192, 0)
         assert costs.piece_us(8193, 0) > costs.max_prefill_us < costs.piece_us(8192, 1000)
-    assert PrefillCosts(H200X8, read_v3(), setting_of(8, 8), 8192, 12.5).max_prefill_us == 12_500
+    assert PrefillCosts(Deployment(H200X8, read_v3(), setting_of(8, 8)), 8192, 12.5).max_prefill_us == 12_500
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
@@ -210,7 +211,7 @@ def test_a_large_prompt_takes_what_was_measured(precision: str) -> None:
     sizes = {"num_hidden_layers": 4, "first_k_dense_replace": 1, "n_routed_experts": 64, "vocab_size": 16384}
     model = read_model(config_of("deepseek-v3", **sizes))
     assert model.num_parameters == row["num_parameters"]
-    costs = PrefillCosts(H200X8, model, setting_of(1, 1), row["input_len"])
+    costs = PrefillCosts(Deployment(H200X8, model, setting_of(1, 1)), row["input_len"])
     assert within(costs.max_prefill_us, row["prefill_device_us"], 1.2)
 
 
@@ -224,7 +225,7 @@ def test_rates_of_kernels_follow_the_machine() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_times(family: str) -> None:
-    costs = PrefillCosts(H200X8, read_model(tiny_config(family)), setting_of(2, 2), 64)
+    costs = PrefillCosts(Deployment(H200X8, read_model(tiny_config(family)), setting_of(2, 2)), 64)
     assert 0 < costs.piece_us(8, 0) < costs.piece_us(8, 200) < costs.piece_us(64, 200)
 
 

@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla.__main__ import main
-from dcpmla.cli.plan_split import PlannedServer
+from dcpmla.cli.plan_split import plan_server
+from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.machine import H200X8
+from dcpmla.planning.search import smallest
 from dcpmla.planning.servers import Piece, Traffic
 from dcpmla.planning.setting import Setting
 from dcpmla.planning.split import MOST_BUSY, Split, predict_both, predict_split, transfer_bytes
@@ -244,12 +246,18 @@ def test_formats_of_the_cache_are_the_same_on_both_sides() -> None:
     ]
 
 
+@given(first=st.integers(1, 40), limit=st.integers(0, 40))
+def test_the_smallest_number_up_to_a_limit(first: int, limit: int) -> None:
+    assert smallest(lambda number: number >= first, limit) == (first if first <= limit else None)
+
+
 def test_a_planned_server(v3: ModelSize) -> None:
     """A prompt of DeepSeek-V3 has 61 layers' rows; docs/planning.md has the sum of its steps. A step of 32
     decodes with a context of 32,768 tokens reads less than one of 131,072.
     """
     traffic = Traffic(request_rate=1.0, input_len=32_768, output_len=2)
-    server = PlannedServer(H200X8, v3, Setting(tp=8, dcp=8, kv_cache_dtype="bf16", num_gpus=64), traffic, 8192)
+    setting = Setting(tp=8, dcp=8, kv_cache_dtype="bf16", num_gpus=64)
+    server = plan_server(Deployment(H200X8, v3, setting), traffic, 8192)
     assert server.bytes_per_token == 61 * 576 * 2
     assert sum(piece.time_us for piece in server.pieces(0)) == pytest.approx(1_475_640, rel=1e-3)
     assert [piece.num_tokens for piece in server.pieces(0)] == [8192] * 4

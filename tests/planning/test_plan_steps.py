@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla.integrations.model_size import read_model
-from dcpmla.planning.exchange import candidates_us
+from dcpmla.planning.deployment import Deployment, expected_experts
+from dcpmla.planning.exchange import ExchangeCosts
 from dcpmla.planning.machine import H200X8, Machine
-from dcpmla.planning.predict import expected_experts, floor_us, predict_step
 from dcpmla.planning.recommend import Plan, make_plan, recommend
 from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
@@ -29,7 +29,7 @@ def test_expected_experts_are_those_of_a_simulation() -> None:
 def test_a_step_reads_the_experts_that_it_hits(v3: ModelSize) -> None:
     """With one token a rank reads 8 of 256 experts: the whole step then reads far less than the weights."""
     setting = Setting(tp=8, dcp=1, kv_cache_dtype="bf16")
-    one, many = (predict_step(H200X8, v3, setting, batch, 1024)["rest"] for batch in (1, 256))
+    one, many = (Deployment(H200X8, v3, setting).step_us(batch, 1024)["rest"] for batch in (1, 256))
     expert_bytes = sum(p.count * p.shard_bytes(8) for p in v3.parameters if p.is_expert)
     reading_all = expert_bytes / H200X8.hbm_gb_per_s / 1e3
     assert one < 0.5 * reading_all < reading_all < many
@@ -40,12 +40,12 @@ def test_drafts_by_hand(v3: ModelSize) -> None:
     plain = Setting(tp=8, dcp=2, kv_cache_dtype="bf16")
     drafted = replace(plain, num_speculative_tokens=3, acceptance_rate=0.5)
     assert drafted.tokens_a_step == 1 + 0.5 + 0.25 + 0.125
-    long, wide = (predict_step(H200X8, v3, setting, 4, 131072) for setting in (plain, drafted))
-    four_times = predict_step(H200X8, v3, plain, 16, 131072)
+    long, wide = (Deployment(H200X8, v3, setting).step_us(4, 131072) for setting in (plain, drafted))
+    four_times = Deployment(H200X8, v3, plain).step_us(16, 131072)
     for part in ("projections", "gather", "combine", "rest"):
         assert wide[part] == four_times[part] >= long[part]
     assert long["attention"] <= wide["attention"] < four_times["attention"]
-    plans = [make_plan(H200X8, v3, setting, 4, 131072) for setting in (plain, drafted)]
+    plans = [make_plan(Deployment(H200X8, v3, setting), 4, 131072) for setting in (plain, drafted)]
     assert plans[1].tokens_per_second == pytest.approx(4 * 1.875 / wide["total"] * 1e6, rel=1e-3)
     assert asdict(replace(drafted, num_gpus=8)).items() <= asdict(plans[1]).items()
     with pytest.raises(ValueError, match=r"acceptance_rate \(--acceptance-rate\) is 2"):
@@ -61,12 +61,12 @@ def test_the_floor_of_a_step_by_hand(v3: ModelSize) -> None:
     setting = Setting(tp=8, dcp=1, kv_cache_dtype="bf16")
     cache_bytes = 61 * 4096 * 576 * 2
     reading = (codes * (1 + 4 / 128**2) + 2 * wide + cache_bytes) / H200X8.hbm_gb_per_s / 1e3
-    assert floor_us(H200X8, v3, setting, 1, 4096) == pytest.approx(reading, rel=1e-3)
-    assert floor_us(replace(H200X8, direct=None), v3, setting, 1, 4096) == pytest.approx(reading, rel=1e-3)
+    assert Deployment(H200X8, v3, setting).floor_us(1, 4096) == pytest.approx(reading, rel=1e-3)
+    assert Deployment(replace(H200X8, direct=None), v3, setting).floor_us(1, 4096) == pytest.approx(reading, rel=1e-3)
     batch, sharded = 1 << 17, replace(setting, dcp=8)
     products = batch * (codes + wide) / H200X8.matmul_tflops
     heads = batch * 61 * 128 * (576 + 512) / H200X8.attention_tflops  # over one of a request's 8 tokens
-    assert floor_us(H200X8, v3, sharded, batch, 8) == pytest.approx(2 * (products + heads) / 1e6, rel=1e-3)
+    assert Deployment(H200X8, v3, sharded).floor_us(batch, 8) == pytest.approx(2 * (products + heads) / 1e6, rel=1e-3)
 
 
 @given(
@@ -82,12 +82,12 @@ def test_crossover_is_where_dcp_starts_to_win(dcp: int, kv_cache_dtype: str, bat
 
     def gain(batch: int, context: int) -> float:
         return (
-            predict_step(H200X8, model, plain, batch, context)["total"]
-            - predict_step(H200X8, model, sharded, batch, context)["total"]
+            Deployment(H200X8, model, plain).step_us(batch, context)["total"]
+            - Deployment(H200X8, model, sharded).step_us(batch, context)["total"]
         )
 
     roomy = replace(H200X8, memory_bytes=1 << 50)  # A load that does not fit has no times.
-    crossover = make_plan(roomy, model, sharded, batch, context).crossover
+    crossover = make_plan(Deployment(roomy, model, sharded), batch, context).crossover
     first = crossover["context_at_batch"]
     assert first is not None
     assert gain(batch, first) > 0
@@ -99,7 +99,7 @@ def test_crossover_is_where_dcp_starts_to_win(dcp: int, kv_cache_dtype: str, bat
 def test_a_large_batch_multiplies_with_the_activated_parameters(v3: ModelSize) -> None:
     """DeepSeek-V3 activates 37e9 parameters a token (its report, section 1); one more costs two operations on each."""
     setting = Setting(tp=1, dcp=1, kv_cache_dtype="bf16")
-    steps = [predict_step(H200X8, v3, setting, batch, 1) for batch in (1 << 20, 2 << 20)]
+    steps = [Deployment(H200X8, v3, setting).step_us(batch, 1) for batch in (1 << 20, 2 << 20)]
     weights = [step["projections"] + step["rest"] for step in steps]
     activated = (weights[1] - weights[0]) / (1 << 20) * H200X8.matmul_tflops * 1e6 / 2
     assert activated == pytest.approx(37e9, rel=0.05)
@@ -112,7 +112,8 @@ def test_a_tied_head_is_held_and_multiplied_like_another() -> None:
     )
     assert untied.weight_bytes(1) == tied.weight_bytes(1)
     steps = [
-        predict_step(H200X8, model, Setting(tp=8, dcp=1, kv_cache_dtype="bf16"), 8, 64) for model in (tied, untied)
+        Deployment(H200X8, model, Setting(tp=8, dcp=1, kv_cache_dtype="bf16")).step_us(8, 64)
+        for model in (tied, untied)
     ]
     assert steps[0]["rest"] == pytest.approx(steps[1]["rest"])
 
@@ -126,7 +127,7 @@ def test_all_reduce_is_near_what_we_measured() -> None:
 
 def test_parts_are_those_of_the_issue_and_add_up(v3: ModelSize) -> None:
     for dcp in (1, 8):
-        step = predict_step(H200X8, v3, Setting(tp=8, dcp=dcp, kv_cache_dtype="bf16"), 32, 65536)
+        step = Deployment(H200X8, v3, Setting(tp=8, dcp=dcp, kv_cache_dtype="bf16")).step_us(32, 65536)
         assert list(step) == ["total", "projections", "gather", "attention", "combine", "rest"]
         assert step["total"] == pytest.approx(sum(time for part, time in step.items() if part != "total"))
         assert (step["gather"] + step["combine"] == 0) == (dcp == 1)
@@ -135,7 +136,7 @@ def test_parts_are_those_of_the_issue_and_add_up(v3: ModelSize) -> None:
 def test_output_projections_are_projections_and_their_all_reduce_is_rest(v3: ModelSize) -> None:
     """Of the attention layers alone; one request reads weights, so their bytes tell the time."""
     stack = v3.attention_stack
-    step = predict_step(H200X8, stack, Setting(tp=8, dcp=1, kv_cache_dtype="bf16"), 1, 64)
+    step = Deployment(H200X8, stack, Setting(tp=8, dcp=1, kv_cache_dtype="bf16")).step_us(1, 64)
     assert step["rest"] == pytest.approx(61 * H200X8.all_reduce_us(7168 * 2, 8))
     matrices = (
         7168 * (1536 + 576) + (1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168) // 8
@@ -174,22 +175,32 @@ def test_groups_that_do_not_line_up_with_nodes_cross_them() -> None:
 
 
 def test_recommendation_fits_and_is_the_fastest(v3: ModelSize) -> None:
-    plans = [make_plan(H200X8, v3, Setting(tp=8, dcp=dcp, kv_cache_dtype="bf16"), 32, 131072) for dcp in (1, 2, 4, 8)]
+    plans = [
+        make_plan(Deployment(H200X8, v3, Setting(tp=8, dcp=dcp, kv_cache_dtype="bf16")), 32, 131072)
+        for dcp in (1, 2, 4, 8)
+    ]
     best, reason = recommend(H200X8, plans, 32, 131072)
     assert (best.dcp, [plan.fits for plan in plans]) == (8, [False, False, False, True])
     assert "676,800 tokens only" in reason
-    plans = [make_plan(H200X8, v3, Setting(tp=8, dcp=dcp, kv_cache_dtype="bf16"), 1, 256) for dcp in (1, 2, 4, 8)]
+    plans = [
+        make_plan(Deployment(H200X8, v3, Setting(tp=8, dcp=dcp, kv_cache_dtype="bf16")), 1, 256) for dcp in (1, 2, 4, 8)
+    ]
     best, reason = recommend(H200X8, plans, 1, 256)
     assert best.dcp == 1, "a short context is not worth an exchange"
 
 
 def test_recommendation_when_nothing_fits(v3: ModelSize) -> None:
-    plans = [make_plan(H200X8, v3, Setting(tp=8, dcp=dcp, kv_cache_dtype="bf16"), 32, 10_000_000) for dcp in (1, 8)]
+    plans = [
+        make_plan(Deployment(H200X8, v3, Setting(tp=8, dcp=dcp, kv_cache_dtype="bf16")), 32, 10_000_000)
+        for dcp in (1, 8)
+    ]
     best, reason = recommend(H200X8, plans, 32, 10_000_000)
     assert (best, [plan.tokens_per_second for plan in plans]) == (None, [None, None])
     assert f"{plans[1]} holds most" in reason
     assert f"32 requests of {plans[1].longest_context:,}" in reason
-    best, reason = recommend(H200X8, [make_plan(H200X8, v3, Setting(tp=1, dcp=1, kv_cache_dtype="bf16"), 1, 1)], 1, 1)
+    best, reason = recommend(
+        H200X8, [make_plan(Deployment(H200X8, v3, Setting(tp=1, dcp=1, kv_cache_dtype="bf16")), 1, 1)], 1, 1
+    )
     assert best is None
     assert "more ranks (-tp)" in reason
 
@@ -266,8 +277,11 @@ def test_replicas_share_the_load_of_a_cluster(v3: ModelSize) -> None:
 def test_a_group_of_a_larger_job_may_straddle_nodes(v3: ModelSize) -> None:
     nodes_of_six = replace(H200X8, gpus_per_node=6)
     alone, among = (Setting(tp=4, dcp=4, kv_cache_dtype="bf16", num_gpus=gpus) for gpus in (4, 12))
-    assert [make_plan(nodes_of_six, v3, setting, 8, 1024).dcp_num_nodes for setting in (alone, among)] == [1, 2]
-    gathers = [predict_step(nodes_of_six, v3, setting, 8, 1024)["gather"] for setting in (alone, among)]
+    assert [make_plan(Deployment(nodes_of_six, v3, setting), 8, 1024).dcp_num_nodes for setting in (alone, among)] == [
+        1,
+        2,
+    ]
+    gathers = [Deployment(nodes_of_six, v3, setting).step_us(8, 1024)["gather"] for setting in (alone, among)]
     assert gathers[1] > gathers[0] + 61 * nodes_of_six.network_us / 2
 
 
@@ -281,13 +295,13 @@ def test_a_sparse_step_attends_to_what_it_selects(read: Callable[[], ModelSize])
     for dcp in (1, 8):
         setting = Setting(tp=8, dcp=dcp, kv_cache_dtype="bf16", index_cache_dtype="fp8")
         plain, few, more = (
-            predict_step(H200X8, m, setting, 32, s) for m, s in ((dense, 2048), (sparse, 2048), (sparse, 2049))
+            Deployment(H200X8, m, setting).step_us(32, s) for m, s in ((dense, 2048), (sparse, 2048), (sparse, 2049))
         )
         assert {**plain, "selection": 0} == few
         assert list(few) == ["total", "projections", "selection", "gather", "attention", "combine", "rest"]
         assert more["attention"] == few["attention"]
         assert 0 < 4 * H200X8.kernel_us < more["selection"] / sparse.attention.num_index_layers
-        sent = candidates_us(H200X8, 32, min(2048, -(-2049 // dcp)), dcp, backend="auto")
+        sent = ExchangeCosts(H200X8, dcp, backend="auto").candidates_us(32, min(2048, -(-2049 // dcp)))
         assert more["gather"] - few["gather"] == pytest.approx(sparse.attention.num_index_layers * sent)
         assert (sent > 0) == (dcp > 1)
         assert more["total"] == pytest.approx(sum(time for part, time in more.items() if part != "total"))
@@ -303,7 +317,9 @@ def test_scores_read_this_ranks_index_keys(index_cache_dtype: str, key_bytes: in
         setting = Setting(tp=8, dcp=dcp, kv_cache_dtype="bf16", index_cache_dtype=index_cache_dtype)
 
         def key_us(machine: Machine, setting: Setting = setting) -> float:
-            one, two = (predict_step(machine, read_v32(), setting, batch, 131072)["selection"] for batch in (1, 2))
+            one, two = (
+                Deployment(machine, read_v32(), setting).step_us(batch, 131072)["selection"] for batch in (1, 2)
+            )
             return (two - one) / 61 / (131072 // setting.dcp)
 
         assert key_us(reads) * reads.attention_read_share * reads.hbm_gb_per_s * 1e3 == pytest.approx(key_bytes)

@@ -24,11 +24,11 @@ from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.parallel import collectives
 from dcpmla.planning.capacity import capacity_table
-from dcpmla.planning.exchange import candidates_us, exchange_us
+from dcpmla.planning.deployment import Deployment, attention_us
+from dcpmla.planning.exchange import ExchangeCosts
 from dcpmla.planning.machine import COLLECTIVES, H200X8, Collective, Machine
 from dcpmla.planning.measured import predict_row, read_rows
 from dcpmla.planning.parameter import Parameter
-from dcpmla.planning.predict import attention_us
 from dcpmla.planning.recommend import make_plan
 from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
@@ -61,7 +61,7 @@ def test_collectives_are_as_measured(kind: str) -> None:
 )
 def test_exchange_of_8_ranks_is_as_measured(operation: str, width: int, table: tuple[float, ...]) -> None:
     for num_tokens, time in zip(NUM_TOKENS, table, strict=True):
-        predicted = exchange_us(H200X8, operation, num_tokens, 128, width, 8)
+        predicted = ExchangeCosts(H200X8, 8).time_us(operation, num_tokens, 128, width)
         if operation == "combine":
             predicted -= H200X8.kernel_us  # it packs LSEs and rows with one kernel, we with two
         assert within(predicted, time, 1.3), f"{num_tokens} tokens: predicted {predicted:.1f} us, measured {time} us"
@@ -115,21 +115,21 @@ def test_exchange_counts_what_the_code_does(
     monkeypatch.setattr(dist, "all_to_all_single", lambda out, rows, group: sent.update(all_to_all=rows.nbytes))
     exchange = kind(None)  # type: ignore[arg-type]
     lse = torch.zeros(num_tokens, num_heads)
+    costs_on = partial(ExchangeCosts, num_ranks=num_ranks, backend=exchange.name)
     for operation, heads, width in (("gather_heads", num_heads // num_ranks, 48), ("combine", num_heads, 32)):
         rows = torch.zeros(num_tokens, heads, width, dtype=torch.bfloat16)
         sent.update(dict.fromkeys(COLLECTIVES, 0))
         with Kernels() as kernels:
             exchange.gather_heads(rows) if operation == "gather_heads" else exchange.combine(rows, lse)
-        sizes: dict[str, Any] = {"num_tokens": num_tokens, "num_ranks": num_ranks, "backend": exchange.name}
         done = {"number": kernels.number, "num_bytes": kernels.num_bytes, **sent}
-        predict = partial(exchange_us, operation=operation, num_heads=num_heads, width=width, **sizes)
-        assert planned(predict) == pytest.approx(done, abs=1e-6)
+        sizes = operation, num_tokens, num_heads, width
+        assert planned(lambda machine, sizes=sizes: costs_on(machine).time_us(*sizes)) == pytest.approx(done, abs=1e-6)
     sent.update(dict.fromkeys(COLLECTIVES, 0))
     candidates = torch.zeros(num_tokens, 24, dtype=torch.int64)
     with Kernels() as kernels:
         exchange.gather_candidates(candidates).flatten(1)  # as the indexer takes them
     done = {"number": kernels.number, "num_bytes": kernels.num_bytes, **sent}
-    assert planned(partial(candidates_us, num=24, **sizes)) == pytest.approx(done, abs=1e-6)
+    assert planned(lambda machine: costs_on(machine).candidates_us(num_tokens, 24)) == pytest.approx(done, abs=1e-6)
 
 
 def test_attention_is_near_the_best_kernels(v3: ModelSize) -> None:
@@ -226,7 +226,7 @@ def test_longcat_has_two_caches_a_layer() -> None:
 @pytest.mark.parametrize(("kv_cache_dtype", "num_bytes"), [("bf16", 1152), ("fp8", 576), ("fp8_ds_mla", 656)])
 def test_bytes_of_a_cache_row(kv_cache_dtype: str, num_bytes: int, v3: ModelSize) -> None:
     assert v3.attention.layers[0].row_bytes(kv_cache_dtype) == num_bytes
-    plan = make_plan(H200X8, v3, Setting(tp=8, dcp=1, kv_cache_dtype=kv_cache_dtype), 1, 4096)
+    plan = make_plan(Deployment(H200X8, v3, Setting(tp=8, dcp=1, kv_cache_dtype=kv_cache_dtype)), 1, 4096)
     assert plan.kv_bytes_per_token == 61 * num_bytes
 
 
@@ -234,7 +234,7 @@ def test_bytes_of_a_cache_row(kv_cache_dtype: str, num_bytes: int, v3: ModelSize
 @settings(max_examples=30, deadline=None)
 def test_what_fits_is_what_the_cache_takes(dcp: int, batch: int, context: int) -> None:
     model = read_v3()
-    plan = make_plan(H200X8, model, Setting(tp=8, dcp=dcp, kv_cache_dtype="bf16"), batch, context)
+    plan = make_plan(Deployment(H200X8, model, Setting(tp=8, dcp=dcp, kv_cache_dtype="bf16")), batch, context)
     room = H200X8.memory_bytes * (1 - H200X8.workspace_share) - plan.weight_bytes_per_rank
 
     def fits(num_requests: int, seq_len: int) -> bool:
@@ -261,7 +261,7 @@ def test_sharding_keeps_its_gain_with_index_caches(read: Callable[[], ModelSize]
     for (kv, index), whole, shard in zip(formats, table[::2], table[1::2], strict=True):
         assert shard.tokens_total >= 7.8 * whole.tokens_total
         setting = Setting(tp=8, dcp=8, kv_cache_dtype=kv, index_cache_dtype=index, num_gpus=8)
-        plan, plain = (make_plan(machine, model, s, 1, 4096) for s in (setting, replace(setting, dcp=1)))
+        plan, plain = (make_plan(Deployment(machine, model, s), 1, 4096) for s in (setting, replace(setting, dcp=1)))
         assert plan.kv_tokens_total >= 7.8 * plain.kv_tokens_total > 0
         assert asdict(setting).items() <= asdict(plan).items()
         assert plan.kv_bytes_per_token == shard.bytes_per_token

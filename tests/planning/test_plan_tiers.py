@@ -14,12 +14,13 @@ from dcpmla.__main__ import main
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.integrations.offloading import make_host_memory
+from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.load import TierCosts
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.prefill import PrefillCosts
 from dcpmla.planning.recommend import Plan, make_plan
 from dcpmla.planning.setting import Setting
-from dcpmla.planning.tiers import block_of_plan, load_costs, make_tiers, shortest_load
+from dcpmla.planning.tiers import load_costs, make_tiers, shortest_load
 from dcpmla.planning.weights import ModelSize
 from dcpmla.runtime.costs import TOKEN_COSTS, LoadCosts
 from tests.support.models import FAMILIES, tiny_config
@@ -32,12 +33,14 @@ LAUNCHES_US = 61 * 10
 
 
 def plan_of(model: ModelSize, tp: int = 8, dcp: int = 8, context: int = 4096, num_gpus: int | None = None) -> Plan:
-    return make_plan(H200X8, model, Setting(tp=tp, dcp=dcp, kv_cache_dtype="bf16", num_gpus=num_gpus), 1, context)
+    return make_plan(
+        Deployment(H200X8, model, Setting(tp=tp, dcp=dcp, kv_cache_dtype="bf16", num_gpus=num_gpus)), 1, context
+    )
 
 
 def costs_of(model: ModelSize, dcp: int, tier: str = "host") -> TierCosts:
     plan = plan_of(model, dcp=dcp)
-    return load_costs(H200X8, model, plan, PrefillCosts(H200X8, model, plan, 8192))[tier]
+    return load_costs(PrefillCosts(Deployment(H200X8, model, plan), 8192))[tier]
 
 
 @pytest.mark.parametrize("dcp", [1, 2, 8])
@@ -60,11 +63,11 @@ def test_a_load_has_the_bytes_of_the_cache(family: str) -> None:
     """A whole cache with one state, which the engine allocates, is as large as a load of all its tokens."""
     model = read_model(tiny_config(family))
     plan = plan_of(model, 1, 1, 128)
-    block = block_of_plan(model, plan)
+    block = Deployment(H200X8, model, plan).block()
     cache = replace(block, num_blocks=64, num_states=min(1, block.num_states))
     num_bytes = sum(tensor.nbytes for tensor in cache.allocate(CPU).tensors)
-    costs = load_costs(H200X8, model, plan, PrefillCosts(H200X8, model, plan, 8192))["host"]
-    loaded = costs.load_bytes(cache.tokens_total, with_state=block.bytes_per_state > 0)
+    costs = load_costs(PrefillCosts(Deployment(H200X8, model, plan), 8192))["host"]
+    loaded = costs.load_bytes(cache.tokens_total)
     assert cache.tokens_total == 64 * block.block_tokens
     assert 0.9 * num_bytes <= loaded <= num_bytes  # pages of small blocks are padded
 
@@ -75,7 +78,7 @@ def test_host_memory_holds_as_many_tokens_as_the_engine_makes_room_for(name: str
     path = CONFIGS / f"{name}.json"
     model = read_model(load_config(path)) if path.exists() else read_v3()
     plan = plan_of(model, 8, 8, 1000)
-    block = block_of_plan(model, plan)
+    block = Deployment(H200X8, model, plan).block()
     host = make_tiers(H200X8, model, plan, 1000, 4)[1]
     _, tier = make_host_memory(replace(block, num_states=min(1, block.num_states)).allocate(CPU), 4, 8, 1)
     assert host.bytes_per_rank == 1 << 29
@@ -90,16 +93,16 @@ def test_each_rank_loads_its_part_over_its_own_link(dcp: int, v3: ModelSize) -> 
     """The last block counts whole. Disks are read before the copy to the GPU."""
     num_bytes = -(-100_000 // (64 * dcp)) * 64 * ROW
     host, disk = (costs_of(v3, dcp, tier) for tier in ("host", "disk"))
-    assert host.load_bytes(100_000, with_state=False) == num_bytes
-    assert host.load_us(100_000, with_state=False) == pytest.approx(LAUNCHES_US + num_bytes / 50e3)
-    assert disk.load_us(100_000, with_state=False) == pytest.approx(LAUNCHES_US + num_bytes / 50e3 + num_bytes / 5e3)
+    assert host.load_bytes(100_000) == num_bytes
+    assert host.load_us(100_000) == pytest.approx(LAUNCHES_US + num_bytes / 50e3)
+    assert disk.load_us(100_000) == pytest.approx(LAUNCHES_US + num_bytes / 50e3 + num_bytes / 5e3)
 
 
 @given(dcp=st.sampled_from([1, 8]), num_tokens=st.integers(1, 1 << 20), context=st.integers(0, 1 << 20))
 @settings(deadline=None, max_examples=50)
 def test_the_cheaper_way_is_chosen(dcp: int, num_tokens: int, context: int) -> None:
     model = read_v3()
-    pieces = PrefillCosts(H200X8, model, plan_of(model, dcp=dcp), 8192)
+    pieces = PrefillCosts(Deployment(H200X8, model, plan_of(model, dcp=dcp)), 8192)
     costs: LoadCosts = costs_of(model, dcp)
     num_bytes = -(-num_tokens // (64 * dcp)) * 64 * ROW
     is_cheaper = LAUNCHES_US + num_bytes / 50e3 < pieces.piece_us(num_tokens, context)
@@ -110,8 +113,7 @@ def test_a_tiny_model_prefills_what_a_slow_link_would_load(v3: ModelSize) -> Non
     """Launches of a load take longer than the products of a few tokens. By default, everything is loaded."""
     model = read_model(tiny_config("deepseek_v3"))
     plan = plan_of(model, 1, 1, 128)
-    pieces = PrefillCosts(H200X8, model, plan, 8192)
-    slow = load_costs(replace(H200X8, host_gb_per_s=1e-3), model, plan, pieces)["host"]
+    slow = load_costs(PrefillCosts(Deployment(replace(H200X8, host_gb_per_s=1e-3), model, plan), 8192))["host"]
     assert not slow.should_load(64, 0)
     default: LoadCosts = TOKEN_COSTS
     assert default.should_load(1, 0)
@@ -130,8 +132,7 @@ def test_the_shortest_load(v3: ModelSize) -> None:
     assert not costs.should_load(disk - 1, 0)
     assert all(costs.should_load(disk * 2**power, 0) for power in range(12))
     plan = plan_of(v3)
-    pieces = PrefillCosts(H200X8, v3, plan, 8192)
-    slowest = load_costs(replace(H200X8, disk_gb_per_s=1e-6), v3, plan, pieces)["disk"]
+    slowest = load_costs(PrefillCosts(Deployment(replace(H200X8, disk_gb_per_s=1e-6), v3, plan), 8192))["disk"]
     assert shortest_load(slowest) is None
 
 

@@ -17,8 +17,8 @@ from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.parallel.quantized import BLOCK
+from dcpmla.planning.deployment import Deployment, expected_experts
 from dcpmla.planning.machine import H200X8
-from dcpmla.planning.predict import expected_experts, predict_step
 from dcpmla.planning.setting import Setting
 from tests.support.models import FAMILIES, LARGE4_FAMILIES, random_model, save_tiny, tiny_config
 from tests.support.quantized_models import save_wide, write_quantized
@@ -161,7 +161,7 @@ def test_experts_in_fp8() -> None:
     stored, held = (size.weight_bytes(8)["experts"] for size in (flash, wide))
     assert held - stored == codes - packed
     setting = Setting(tp=8, dcp=1, kv_cache_dtype="bf16")
-    before, after = (predict_step(H200X8, size, setting, 8, 1024)["rest"] for size in (flash, wide))
+    before, after = (Deployment(H200X8, size, setting).step_us(8, 1024)["rest"] for size in (flash, wide))
     read, rate = expected_experts(256, 6, 8), H200X8.hbm_gb_per_s * 1e3
     times = codes / H200X8.product_read_share / rate, packed / H200X8.packed_read_share / rate
     assert after - before == pytest.approx(read * (times[0] - times[1]))

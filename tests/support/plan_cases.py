@@ -9,6 +9,7 @@ from typing import Any
 import transformers
 
 from dcpmla.integrations.model_size import read_model
+from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.measured import Row
 from dcpmla.planning.recommend import Plan, make_plan
@@ -88,7 +89,7 @@ def make_plans(
     model: ModelSize, tp: int, dcps: Sequence[int], batch: int, context: int, num_gpus: int | None = None
 ) -> list[Plan]:
     settings = (Setting(tp=tp, dcp=dcp, kv_cache_dtype="bf16", num_gpus=num_gpus) for dcp in dcps)
-    return [make_plan(H200X8, model, setting, batch, context) for setting in settings]
+    return [make_plan(Deployment(H200X8, model, setting), batch, context) for setting in settings]
 
 
 @cache

@@ -23,6 +23,7 @@ from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.integrations.open_model import open_model
 from dcpmla.parallel.mesh import init_mesh
+from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.prefill import PrefillCosts
 from dcpmla.planning.setting import Setting
@@ -223,7 +224,7 @@ def costs_of(loaded: Engine, directory: Path, budget: int) -> PieceCosts:
     if loaded.model.device.type == "cpu":
         return costs_on_cpu(loaded)
     setting = Setting(tp=loaded.mesh.tp_size, dcp=loaded.mesh.dcp_size, kv_cache_dtype="bf16")
-    return PrefillCosts(H200X8, read_model(load_config(directory)), setting, budget)
+    return PrefillCosts(Deployment(H200X8, read_model(load_config(directory)), setting), budget)
 
 
 def costs_on_cpu(loaded: Engine) -> DrawnCosts:
