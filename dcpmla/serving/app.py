@@ -181,13 +181,13 @@ class Api:
         num_kept = sampling.num_kept_tokens(longest, limit or 1)
         conversation = body.conversation()
         prompts = [await chats.prompt(conversation, body.adds_special_tokens, num_kept)]
-        skips = sampling.skip_special_tokens is not False
-        readers = [chats.reader(conversation, prompts[0], skips) for _ in range(sampling.num_choices)]
         if not limit:
             limit = longest - len(prompts[0].token_ids)
             if body.num_logprobs is not None and not body.stream:  # The default is what an answer may have.
                 limit = max(1, min(limit, MAX_ENTRIES // (sampling.num_choices * (1 + body.num_logprobs))))
         params = sampling.params(limit, body.num_logprobs, sampling.prompt_logprobs)
+        skips = params.skip_special_tokens
+        readers = [chats.reader(conversation, prompts[0], skips) for _ in range(sampling.num_choices)]
         grammar = await chats.grammars.grammar(conversation.tool_use, prompts[0], *body.asked_grammar())
         if grammar is not None:
             if params.ignore_eos:

@@ -5,12 +5,11 @@ Source: OpenAI's API reference for completions; fields beyond it carry vLLM's na
 
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
-from dcpmla.serving.engine_limits import MAX_LOGPROBS
 from dcpmla.serving.errors import ApiError, wrong
 from dcpmla.serving.refused import Fields, OpenFields, check_fields_of_body, check_nested
-from dcpmla.serving.sampling_fields import SamplingFields
+from dcpmla.serving.sampling_fields import SamplingFields, ruled
 from dcpmla.serving.shown import Shown
 
 # pydantic parses 10 million numbers a second, but only 300,000 messages, and holds Python's lock meanwhile. A thread
@@ -28,7 +27,6 @@ _Mistake = tuple[_Path, str, str]  # Path, type and message of pydantic.
 class RequestFields(OpenFields):
     """Fields of all bodies that ask for an answer."""
 
-    model_config = ConfigDict(allow_inf_nan=False)
     model: str | None = None
     stream: bool | None = None
     cache_salt: CacheSalt | None = None
@@ -84,7 +82,14 @@ class GenerationFields(SamplingFields, RequestFields):
 
 
 class CompletionBody(GenerationFields):
-    """A body of /v1/completions."""
+    """A body of /v1/completions.
+
+    Attributes:
+        logprobs: Number of best tokens whose log probabilities are shown; of chats, true or false. They are the model's
+            own, before temperature and penalties. With `echo` the prompt has them, too, and is then computed whole, 256
+            tokens a step: what lm-eval's `local-completions` asks for. Of chats all tokens have them, reasoning and
+            calls included.
+    """
 
     prompt: (
         str
@@ -93,7 +98,7 @@ class CompletionBody(GenerationFields):
         | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
     )
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs: Annotated[int | None, ruled("logprobs")] = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -128,10 +133,11 @@ def parse(kind: type[Body], content: bytes | bytearray) -> Body:
         return kind.model_validate_json(content)
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False, include_context=False)
-        path, words = _closest([(each["loc"], each["type"], each["msg"]) for each in errors])
+        path, reason, words = _closest([(each["loc"], each["type"], each["msg"]) for each in errors])
         item = f"[{path[-1]}]" if path and isinstance(path[-1], int) else ""
         param = str(path[0]) if path else None
-        raise ApiError(400, f"{param or 'the body'}{item}: {words}", param=param) from None
+        message = words if reason == "rule" else f"{param or 'the body'}{item}: {words}"
+        raise ApiError(400, message, param=param) from None
 
 
 def _check_size(content: bytes | bytearray) -> None:
@@ -150,8 +156,8 @@ def _check_size(content: bytes | bytearray) -> None:
     raise ApiError(400, f"the body has too many values; {words}")
 
 
-def _closest(errors: list[_Mistake]) -> tuple[_Path, str]:
-    """Return the path and the message of the mistake in the first wrong field. A field of several kinds has an error
+def _closest(errors: list[_Mistake]) -> _Mistake:
+    """Return the mistake in the first wrong field. A field of several kinds has an error
     for each, mostly about the kind: one about a limit, or about an item far back, is closest to the client's mistake.
     """
     own = [error for error in errors if error[0][:1] == errors[0][0][:1]]
@@ -160,5 +166,4 @@ def _closest(errors: list[_Mistake]) -> tuple[_Path, str]:
         path, kind, _ = error
         return not kind.endswith("_type"), *(step for step in path[2:] if isinstance(step, int))
 
-    path, _, words = max(own, key=closeness)
-    return path, words
+    return max(own, key=closeness)

@@ -123,7 +123,7 @@ def responses_reply(
     body: ResponsesBody, texts: Texts, model: str, prompts: list[Prompt], readers: list[AnswerReader]
 ) -> ResponsesReply:
     """Return the answer to a body, before any token."""
-    reasoning = body.reasoning
+    reasoning, params = body.reasoning, body.sampling.params(1, None, None)
     fields = {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
@@ -132,11 +132,11 @@ def responses_reply(
         "previous_response_id": None,
         "reasoning": {"effort": reasoning and reasoning.effort, "summary": reasoning and reasoning.summary},
         "store": False,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "temperature": params.temperature,
         "text": {"format": (body.text and body.text.format) or {"type": "text"}},
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_p": params.top_p,
         "truncation": "disabled",
     }
     return ResponsesReply(fields, model, prompts, readers[0])
