@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dcpmla.serving.anthropic_body import MessagesBody
 from dcpmla.serving.blocks import Block, BlockReply, Change
 from dcpmla.serving.errors import ApiError
-from dcpmla.serving.prompts import Prompt, Texts
-from dcpmla.serving.reader import AnswerReader
 from dcpmla.serving.shown import Json
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -19,12 +17,12 @@ _DELTAS = {
 }
 
 
-class MessagesReply(BlockReply):
+class MessagesReply(BlockReply[MessagesBody]):
     """A message: a content block for each block of the answer."""
 
-    def __init__(self, model: str, prompts: list[Prompt], reader: AnswerReader, omits_thinking: bool) -> None:
-        super().__init__(model, prompts, reader)
-        self._omits_thinking = omits_thinking
+    @property
+    def _omits_thinking(self) -> bool:
+        return self.body.thinking is not None and self.body.thinking.display == "omitted"
 
     def whole(self) -> Json:
         """Return the message."""
@@ -91,14 +89,6 @@ class MessagesReply(BlockReply):
                 return {"type": "text", "text": text}
             case "call":
                 return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _values(text)}
-
-
-def messages_reply(
-    body: MessagesBody, texts: Texts, model: str, prompts: list[Prompt], readers: list[AnswerReader]
-) -> MessagesReply:
-    """Return the answer to a body, before any token."""
-    omits_thinking = body.thinking is not None and body.thinking.display == "omitted"
-    return MessagesReply(model, prompts, readers[0], omits_thinking)
 
 
 def _values(arguments: str) -> Json:

@@ -12,7 +12,7 @@ from dcpmla.serving.conversation import ChatMessage, Conversation, Messages, che
 from dcpmla.serving.errors import ApiError, wrong
 from dcpmla.serving.protocol import GenerationFields, RequestFields
 from dcpmla.serving.refused import OpenFields, check_fields_of_body
-from dcpmla.serving.sampling_fields import SamplingFields, ruled
+from dcpmla.serving.sampling_fields import ruled
 from dcpmla.serving.tools import Tools, chosen, tool_use
 
 Effort = Annotated[str, StringConstraints(min_length=1, max_length=32)]
@@ -20,16 +20,6 @@ Effort = Annotated[str, StringConstraints(min_length=1, max_length=32)]
 
 class ChatRequest(RequestFields):
     """A body of any route that continues a conversation."""
-
-    @property
-    def sampling(self) -> SamplingFields:
-        """Return the fields that decide which tokens are chosen."""
-        raise NotImplementedError
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """Return the number of alternatives of each token, None without log probabilities."""
-        return None
 
     @property
     def adds_special_tokens(self) -> bool:

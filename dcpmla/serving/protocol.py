@@ -10,7 +10,6 @@ from pydantic import BaseModel, Field, StringConstraints, ValidationError
 from dcpmla.serving.errors import ApiError, wrong
 from dcpmla.serving.refused import Fields, OpenFields, check_fields_of_body, check_nested
 from dcpmla.serving.sampling_fields import SamplingFields, ruled
-from dcpmla.serving.shown import Shown
 
 # pydantic parses 10 million numbers a second, but only 300,000 messages, and holds Python's lock meanwhile. A thread
 # would not keep the event loop free, so bodies have limits.
@@ -30,6 +29,16 @@ class RequestFields(OpenFields):
     model: str | None = None
     stream: bool | None = None
     cache_salt: CacheSalt | None = None
+
+    @property
+    def sampling(self) -> SamplingFields:
+        """Return the fields that decide which tokens are chosen."""
+        raise NotImplementedError
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Return the number of alternatives of each token, None without log probabilities."""
+        return None
 
 
 class StreamOptions(OpenFields):
@@ -64,21 +73,12 @@ class GenerationFields(SamplingFields, RequestFields):
 
     @property
     def sampling(self) -> SamplingFields:
-        """Return the fields that decide which tokens are chosen."""
         return self
 
-    def shown(self, *, echo: bool, num_logprobs: int | None, drops_new: bool) -> Shown:
-        """Return the parts of the answer that the client asks for."""
-        options = self.stream_options or StreamOptions()
-        return Shown(
-            echo=echo,
-            num_logprobs=num_logprobs,
-            num_prompt_logprobs=self.prompt_logprobs,
-            drops_new=drops_new,
-            token_ids=bool(self.return_token_ids),
-            usage_at_end=bool(options.include_usage),
-            usage_in_chunks=bool(options.continuous_usage_stats),
-        )
+    @property
+    def echoes(self) -> bool:
+        """Return whether each choice begins with its prompt."""
+        return False
 
 
 class CompletionBody(GenerationFields):
@@ -99,6 +99,14 @@ class CompletionBody(GenerationFields):
     )
     echo: bool | None = None
     logprobs: Annotated[int | None, ruled("logprobs")] = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
 
     @property
     def prompts(self) -> list[str | list[int]]:
