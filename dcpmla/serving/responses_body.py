@@ -31,14 +31,9 @@ from dcpmla.serving.tools import Tools, chosen, tool_use
 
 # Values that change nothing, by field.
 _REFUSED: dict[str, tuple[object, ...]] = {
-    "background": (False,),
-    "background_options": (),
+    **dict.fromkeys(("background_options", "conversation", "moderation", "previous_response_id", "prompt"), ()),
+    **dict.fromkeys(("background", "store"), (False,)),
     "context_management": ([],),
-    "conversation": (),
-    "moderation": (),
-    "previous_response_id": (),
-    "prompt": (),
-    "store": (False,),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
