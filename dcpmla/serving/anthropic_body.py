@@ -114,7 +114,7 @@ class MessagesBody(CountBody):
         stop_sequences: Strings that end the request; the answer's `stop_sequence` is the string that ended it.
     """
 
-    max_tokens: Annotated[int, Ruled(whole(1, MAX_TOKENS), takes_null=False)]
+    max_tokens: Annotated[int, Ruled(whole(1, MAX_TOKENS))]
     stop_sequences: Annotated[list[str] | None, Ruled(_STOPS)] = None
     output_format: dict[str, Any] | None = None  # the older name of output_config.format
 
@@ -126,7 +126,7 @@ class MessagesBody(CountBody):
     def asked_grammar(self) -> tuple[Grammar | None, str]:
         own = None if self.output_config is None else self.output_config.format
         wanted, path = (own, "output_config.format") if own else (self.output_format, "output_format")
-        return grammar_of_format(wanted or {"type": "text"}, path), f"{path}.schema"
+        return grammar_of_format(wanted, path), f"{path}.schema"
 
 
 def _keeps_thinking(edits: Any) -> bool:

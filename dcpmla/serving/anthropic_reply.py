@@ -1,10 +1,10 @@
 """Answers in Anthropic's shape of messages, whole and as events."""
 
-import json
 from collections.abc import Iterator
 
 from dcpmla.serving.anthropic_body import MessagesBody
 from dcpmla.serving.blocks import Block, BlockReply, Change
+from dcpmla.serving.chat.values import object_of
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.shown import Json
 
@@ -80,7 +80,10 @@ class MessagesReply(BlockReply[MessagesBody]):
                 yield {"type": "content_block_stop", **place}
 
     def _content(self, block: Block, text: str) -> Json:
-        """Return the content block with a text. Clients send signatures back; this server does not check them."""
+        """Return the content block with a text; a call that was cut has no input.
+
+        Clients send signatures back; this server does not check them.
+        """
         match block.kind:
             case "reasoning":
                 thinking = "" if self._omits_thinking else text
@@ -88,13 +91,4 @@ class MessagesReply(BlockReply[MessagesBody]):
             case "text":
                 return {"type": "text", "text": text}
             case "call":
-                return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _values(text)}
-
-
-def _values(arguments: str) -> Json:
-    """Return the arguments of a call; an answer that was cut has none."""
-    try:
-        values = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return {}
-    return values if isinstance(values, dict) else {}
+                return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": object_of(text) or {}}

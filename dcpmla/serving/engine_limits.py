@@ -65,12 +65,8 @@ async def check_params(params: SamplingParams, grammar_source: str, model: Start
         ApiError: A parameter is beyond its limit, has a token that the model does not have, or is a grammar that
             cannot be served.
     """
-    for name, rule in LIMITS.items():
-        try:
-            check_fields({name: rule}, vars(params))
-        except ValueError as error:
-            raise ApiError(400, str(error), param=name) from error
     try:
+        check_fields(LIMITS, vars(params))
         params.check_vocabulary(model.vocab_size)
     except ValueError as error:
         raise ApiError(400, str(error), param=str(error).partition(" ")[0]) from error

@@ -100,7 +100,7 @@ class ResponsesBody(ChatRequest):
         return SamplingFields(max_tokens=self.max_output_tokens, **self.model_dump(include={"temperature", "top_p"}))
 
     def asked_grammar(self) -> tuple[Grammar | None, str]:
-        wanted = (self.text and self.text.format) or {"type": "text"}
+        wanted = None if self.text is None else self.text.format
         return grammar_of_format(wanted, "text.format"), "text.format.schema"
 
     def conversation(self) -> Conversation:

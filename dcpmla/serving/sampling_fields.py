@@ -6,7 +6,7 @@ import re
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 from pydantic import BaseModel, GetCoreSchemaHandler, ValidationInfo, create_model
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -53,25 +53,21 @@ _OWN = {
 
 @dataclass(frozen=True)
 class Ruled:
-    """The check of a body's field by a rule.
-
-    Attributes:
-        rule: Rule of values besides null.
-        takes_null: Whether null stands for the default.
-    """
+    """The check of a body's field by a rule. Null is allowed where the field's type has it."""
 
     rule: Rule
-    takes_null: bool = True
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        kinds = get_args(source)
+
         def check(value: Any, info: ValidationInfo) -> Any:
-            if value is None and self.takes_null:
+            if value is None and type(None) in kinds:
                 return None
             try:
                 check_fields({str(info.field_name): self.rule}, {str(info.field_name): value})
             except ValueError as error:
                 raise PydanticCustomError("rule", "{words}", {"words": str(error)}) from None
-            return float(value) if source is float else value
+            return float(value) if float in kinds else value
 
         return core_schema.with_info_plain_validator_function(check)
 
@@ -91,7 +87,7 @@ def takes(*names: str) -> Callable[[type[Kind]], type[Kind]]:
 
     def add(kind: type[Kind]) -> type[Kind]:
         chosen = names or [name for name in types if name not in _OTHERWISE]
-        more: dict[str, Any] = {name: (Annotated[types[name], ruled(name)], None) for name in chosen}
+        more: dict[str, Any] = {name: (Annotated[types[name] | None, ruled(name)], None) for name in chosen}
         return create_model(kind.__name__, __base__=kind, __module__=kind.__module__, __doc__=kind.__doc__, **more)
 
     return add

@@ -40,7 +40,7 @@ class StructuredFields(OpenFields):
         Raises:
             ApiError: A field is wrong, or both ask for a grammar.
         """
-        grammar = grammar_of_format(self.response_format or {"type": "text"}, "response_format", "json_schema")
+        grammar = grammar_of_format(self.response_format, "response_format", "json_schema")
         if self.structured_outputs is None:
             return grammar
         if grammar is not None:
@@ -48,8 +48,8 @@ class StructuredFields(OpenFields):
         return _of_structured_outputs(self.structured_outputs)
 
 
-def grammar_of_format(value: dict[str, Any], path: str, wrapper: str = "") -> Grammar | None:
-    """Return the grammar of a format of text, a JSON object or a JSON schema; None for text.
+def grammar_of_format(value: dict[str, Any] | None, path: str, wrapper: str = "") -> Grammar | None:
+    """Return the grammar of a format of text, a JSON object or a JSON schema; None for text, or without a format.
 
     Args:
         path: Path of the format in the body.
@@ -57,6 +57,7 @@ def grammar_of_format(value: dict[str, Any], path: str, wrapper: str = "") -> Gr
     Raises:
         ApiError: The format is of another type, or has no schema.
     """
+    value = value or {"type": "text"}
     match value.get("type"):
         case "text":
             return None

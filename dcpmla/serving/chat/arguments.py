@@ -1,13 +1,12 @@
 """The arguments of a call in an answer: JSON text in pieces, as soon as each is certain."""
 
-import json
 import re
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dcpmla.serving.chat.markup import SPACES, AnswerFormat, Tags, find_first, held_length
-from dcpmla.serving.chat.values import dumps, json_inside, json_of, schema_types
+from dcpmla.serving.chat.values import dumps, json_inside, json_of, object_of, schema_types
 
 _WRAPPED = re.compile(r'\s*,\s*"(?:arguments|parameters)"\s*:\s*')
 _WRAPPED_FIELDS = (',"arguments":', ',"parameters":')
@@ -200,9 +199,8 @@ def _json_value(rest: Rest, emit: Callable[[str], None]) -> Generator[None, None
 
 def _arguments_of(wrapped: str) -> str:
     """Return the JSON text of the arguments in an object that begins with `_NO_NAME`; text that is no JSON as it is."""
-    try:
-        fields = json.loads(wrapped)
-    except (ValueError, RecursionError):
+    fields = object_of(wrapped)
+    if fields is None:
         return wrapped.removeprefix(_NO_NAME)
     return dumps(fields.get("arguments", fields.get("parameters", {})))
 
