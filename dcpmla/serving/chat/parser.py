@@ -69,50 +69,47 @@ class MarkupParser:
         self._space = ""  # white space that is content if other content follows
         self._has_content = False  # since the last call
         self._after_reasoning = ""
-        self._arguments: Waiting | None = None  # the rest of a call
         self._num_calls = 0
         self._out = PieceCollector()
+        self._steps = self._parse()
 
     def push(self, text: str) -> Pieces:
         """Take the next text of the answer."""
         for start in range(0, len(text), _CHUNK):
             self._rest.text += text[start : start + _CHUNK]
-            while self._rest.text and (self._read_text() if self._arguments is None else self._read_arguments()):
-                pass
+            next(self._steps)
         return self._out.take()
 
     def finish(self) -> Pieces:
         """End the answer."""
         self._rest.is_over = True
-        if self._arguments is None:
-            self._show(self._rest.text)
-        else:
-            self._read_arguments()
+        for _ in self._steps:
+            pass
         if not self._num_calls:
             self._out.add(Piece("text", self._released()))
-        self._rest.text = ""
         return self._out.take()
 
-    def _read_arguments(self) -> bool:
-        """Read a call's arguments and return whether the call has ended."""
-        if self._arguments is not None and next(self._arguments, self) is self:
-            self._arguments = None
-        return self._arguments is None
+    def _parse(self) -> Waiting:
+        """Read the answer. At its end, what waits for more markup is text, or dropped in a call."""
+        rest = self._rest
+        while True:
+            markers, calls = self._markers()
+            next_marker = find_first(rest.text, markers)
+            if next_marker is None:
+                kept = held_length(rest.text, (*markers, *(self._before_calls + call for call in calls)))
+                self._show(rest.cut(len(rest.text) - (0 if rest.is_over else kept)))
+                if not (yield from rest.more()):
+                    return
+            elif next_marker[1] in calls:
+                yield from self._read_call(*next_marker)
+            else:
+                self._read_marker(*next_marker)
 
-    def _read_text(self) -> bool:
-        """Read text up to the next marker, and return whether there may be more markers."""
-        markers, calls = self._markers()
-        next_marker = find_first(self._rest.text, markers)
-        if next_marker is None:
-            kept = held_length(self._rest.text, (*markers, *(self._before_calls + call for call in calls)))
-            self._show(self._rest.cut(len(self._rest.text) - kept))
-            return False
-        position, marker = next_marker
-        if marker in calls:
-            return self._read_call(position, marker)
+    def _read_marker(self, position: int, marker: str) -> None:
+        """Read text up to a marker that begins no call."""
         if marker == self._format.reasoning[0] and self._rest.text[:position].strip():
             self._show(self._rest.cut(position + len(marker)))  # reasoning comes before content
-            return True
+            return
         self._show(self._rest.cut(position))
         self._rest.cut(len(marker))
         if marker == self._format.reasoning[0]:
@@ -122,7 +119,6 @@ class MarkupParser:
             self._after_reasoning = self._format.after_reasoning
         elif marker == self._format.section[1]:
             self._in_section, self._space = False, ""  # White space after the last call is markup.
-        return True
 
     def _markers(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the markers that count now, and the beginnings of calls among them."""
@@ -134,27 +130,29 @@ class MarkupParser:
         end = (markup.section[1],) if self._in_section else ()
         return (*calls, *start, *end, *markup.dropped), calls
 
-    def _read_call(self, position: int, marker: str) -> bool:
-        """Read the beginning of a call at a position, and return whether there may be more markers."""
-        before = self._before_calls
-        start = position - (len(before) if self._rest.text.endswith(before, 0, position) else 0)
+    def _read_call(self, position: int, marker: str) -> Waiting:
+        """Read a call at a position, or a text that only begins as one."""
+        rest, before = self._rest, self._before_calls
+        start = position - (len(before) if rest.text.endswith(before, 0, position) else 0)
         opening = self._open(position, marker)
-        if opening is True:
-            self._show(self._rest.cut(start))
-            return False
         if opening is False:
-            self._show(self._rest.cut(position + len(marker)))
-            return True
-        self._show(self._rest.text[:start])
-        self._rest.text = self._rest.text[opening.position :]
+            self._show(rest.cut(position + len(marker)))
+            return
+        self._show(rest.cut(start))
+        if opening is True:
+            if not (yield from rest.more()):
+                self._show(rest.cut(len(rest.text)))
+            return
+        rest.cut(opening.position - start)
         self._in_reasoning = self._may_reason = self._has_content = False
         self._in_section = bool(self._format.section[1])
         self._space = ""
         number, self._num_calls = self._num_calls, self._num_calls + 1
         call_id = self._format.make_id(opening.name, opening.call_id, self._first_call + number)
         self._out.add(Piece("call", "", number, call_id, opening.name))
-        self._arguments = self._arguments_of(opening, number)
-        return True
+        yield from self._arguments_of(opening, number)
+        if rest.is_over:
+            rest.text = ""
 
     def _open(self, position: int, marker: str) -> _Opening | bool:
         """Return the beginning of a call at a marker, False if it is none, True if that needs more text."""
