@@ -1,4 +1,4 @@
-"""The usage of an answer."""
+"""The usage that answers show, and the type of their JSON."""
 
 from dataclasses import dataclass
 from typing import Any

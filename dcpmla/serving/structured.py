@@ -18,7 +18,7 @@ from dcpmla.serving.worker import LimitError, Worker
 
 MAX_CHARACTERS = 1 << 16
 _MAX_KEPT = 1024  # latest grammars that need no other check
-_KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+_KINDS = {"json": "json_schema"} | {kind: kind for kind in ("json_object", "regex", "choice", "grammar")}
 
 
 class StructuredFields(OpenFields):
@@ -75,15 +75,13 @@ def grammar_of_format(value: dict[str, Any] | None, path: str, wrapper: str = ""
 def _of_structured_outputs(value: dict[str, Any]) -> Grammar | None:
     entries = _entries(value)
     for name in value:
-        if name not in _KINDS and name != "json_object" and name in entries:
+        if name not in _KINDS and name in entries:
             raise wrong(f"structured_outputs.{name}", "is not supported; leave it out")
     if len(entries) != 1:
-        words = f"has {sorted(entries)}; give one of json, json_object, regex, choice, grammar"
+        words = f"has {sorted(entries)}; give one of {', '.join(_KINDS)}"
         raise wrong("structured_outputs", words)
     ((name, content),) = entries.items()
     path = f"structured_outputs.{name}"
-    if name == "json_object":
-        return Grammar("json_object")
     if name == "json" and isinstance(content, str):
         try:
             content = json.loads(content)
@@ -103,6 +101,8 @@ def _grammar(kind: str, content: Any, path: str) -> Grammar:
     Raises:
         ApiError: The content is of another type, or too long.
     """
+    if kind == "json_object":
+        return Grammar(kind)
     if kind in ("regex", "grammar"):
         if not isinstance(content, str):
             raise wrong(path, "must be text")
