@@ -3,10 +3,10 @@
 Source: OpenAI's API reference for completions; fields beyond it carry vLLM's names.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, Field, StringConstraints, ValidationError
-from pydantic_core import ErrorDetails
 
 from dcpmla.serving.errors import ApiError, wrong
 from dcpmla.serving.refused import Fields, OpenFields, check_fields_of_body, check_nested
@@ -20,6 +20,8 @@ _MAX_ITEMS = 1 << 18  # Strings (names of fields included), lists and objects.
 CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 Body = TypeVar("Body", bound=BaseModel)
+_OF_RULE = "Value error, "  # pydantic's words before those of a `Ruled` field
+_Mistake = Mapping[str, Any]  # pydantic's record
 
 
 class RequestFields(OpenFields):
@@ -140,10 +142,10 @@ def parse(kind: type[Body], content: bytes | bytearray) -> Body:
         return kind.model_validate_json(content)
     except ValidationError as error:
         mistake = _closest(error.errors(include_url=False, include_input=False, include_context=False))
-        path, words = mistake["loc"], mistake["msg"]
+        path, words = mistake["loc"], mistake["msg"].removeprefix(_OF_RULE)
         item = f"[{path[-1]}]" if path and isinstance(path[-1], int) else ""
         param = str(path[0]) if path else None
-        message = words if mistake["type"] == "rule" else f"{param or 'the body'}{item}: {words}"
+        message = words if mistake["msg"].startswith(_OF_RULE) else f"{param or 'the body'}{item}: {words}"
         raise ApiError(400, message, param=param) from None
 
 
@@ -163,13 +165,13 @@ def _check_size(content: bytes | bytearray) -> None:
     raise ApiError(400, f"the body has too many values; {words}")
 
 
-def _closest(errors: list[ErrorDetails]) -> ErrorDetails:
+def _closest(errors: Sequence[_Mistake]) -> _Mistake:
     """Return the mistake in the first wrong field. A field of several kinds has an error for each, mostly about the
     kind: one about a limit, or about an item far back, is closest to the client's mistake.
     """
     own = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
 
-    def closeness(error: ErrorDetails) -> tuple[int, ...]:
+    def closeness(error: _Mistake) -> tuple[int, ...]:
         return not error["type"].endswith("_type"), *(step for step in error["loc"][2:] if isinstance(step, int))
 
     return max(own, key=closeness)

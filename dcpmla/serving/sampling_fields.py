@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
-from pydantic import BaseModel, GetCoreSchemaHandler, ValidationInfo, create_model
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic import BaseModel, GetCoreSchemaHandler, PlainValidator, ValidationInfo, create_model
 
 from dcpmla.fields import Rule, check_fields, is_whole, rules_of, whole
 from dcpmla.runtime.sampling import MAX_BIASES, SamplingParams, as_param
@@ -57,19 +56,16 @@ class Ruled:
 
     rule: Rule
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
         kinds = get_args(source)
 
         def check(value: Any, info: ValidationInfo) -> Any:
             if value is None and type(None) in kinds:
                 return None
-            try:
-                check_fields({str(info.field_name): self.rule}, {str(info.field_name): value})
-            except ValueError as error:
-                raise PydanticCustomError("rule", "{words}", {"words": str(error)}) from None
+            check_fields({str(info.field_name): self.rule}, {str(info.field_name): value})
             return float(value) if float in kinds else value
 
-        return core_schema.with_info_plain_validator_function(check)
+        return PlainValidator(check).__get_pydantic_core_schema__(Any, handler)
 
 
 def ruled(name: str) -> Ruled:
