@@ -42,7 +42,9 @@ LIMITS: Mapping[str, Rule] = {
         f"at most {_MAX_STOPS} strings of 1 to {_MAX_STOP_CHARACTERS} characters",
         tuple_of(Rule("", _is_stop), _MAX_STOPS).holds,
     ),
-    "stop_token_ids": Rule(f"at most {_MAX_STOP_TOKENS} token ids", tuple_of(whole(0), _MAX_STOP_TOKENS).holds),
+    "stop_token_ids": Rule(
+        f"at most {_MAX_STOP_TOKENS} token ids below 2^31", tuple_of(whole(0, MAX_TOKENS - 1), _MAX_STOP_TOKENS).holds
+    ),
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
     "logprobs": _NUM_LOGPROBS,
