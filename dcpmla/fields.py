@@ -89,10 +89,9 @@ def instance_of(kind: type) -> Rule:
 
 def tuple_of(rule: Rule, at_most: int | None = None) -> Rule:
     """Return the rule of tuples, of any length or up to the one given, whose items all keep to a rule."""
-    limit = sys.maxsize if at_most is None else at_most
-    words = f"a tuple{'' if at_most is None else f' of at most {at_most}'}, each {rule.words}"
+    words, limit = f"a tuple, each {rule.words}", at_most or sys.maxsize
     return Rule(
-        words,
+        words if at_most is None else f"{words}, at most {at_most} items",
         lambda value: isinstance(value, tuple) and len(value) <= limit and all(map(rule.holds, value)),
         items=rule,
     )

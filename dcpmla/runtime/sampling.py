@@ -168,9 +168,7 @@ class SamplingParams:
 
 
 def as_param(name: str, value: object) -> object:
-    """Return a value in the form that the rule of the parameter with a name has: lists as tuples, one stop string as a
-    tuple, biases as pairs, a grammar's fields as a grammar. Values that have no such form are unchanged.
-    """
+    """Return a parameter's value in the form of its rule: a tuple, pairs of biases or a grammar; others as given."""
     match name:
         case "logit_bias":
             return _bias_pairs(value)
