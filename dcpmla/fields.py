@@ -87,10 +87,14 @@ def instance_of(kind: type) -> Rule:
     return Rule(f"an {kind.__name__}", lambda value: isinstance(value, kind))
 
 
-def tuple_of(rule: Rule) -> Rule:
-    """Return the rule of tuples whose items all keep to a rule."""
-    words = f"a tuple, each {rule.words}"
-    return Rule(words, lambda value: isinstance(value, tuple) and all(map(rule.holds, value)), items=rule)
+def tuple_of(rule: Rule, at_most: int | None = None) -> Rule:
+    """Return the rule of tuples, of any length or up to the one given, whose items all keep to a rule."""
+    words, limit = f"a tuple, each {rule.words}", at_most or sys.maxsize
+    return Rule(
+        words if at_most is None else f"{words}, at most {at_most} items",
+        lambda value: isinstance(value, tuple) and len(value) <= limit and all(map(rule.holds, value)),
+        items=rule,
+    )
 
 
 def either(first: Rule, second: Rule) -> Rule:
@@ -187,5 +191,5 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    text = repr(value[:_SHOWN] if isinstance(value, list | tuple | str) else value)  # A client's list may be long.
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

@@ -1,20 +1,39 @@
-"""Write the documents' tables of options from the commands' options, most of which are fields of dataclasses.
+"""Write the documents' tables of options from the commands' options, most of which are fields of dataclasses, and the
+table of the fields of HTTP that have the same descriptions.
 
 python launch/write_options.py            writes the tables between the marks of each page
 python launch/write_options.py --check    ends with 1 if a page differs
 """
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from dcpmla.__main__ import build_parser
+from dcpmla.cli.field_options import texts_of
+from dcpmla.runtime.sampling import SamplingParams
+from dcpmla.serving.anthropic_body import MessagesBody
+from dcpmla.serving.chat_body import ChatBody
+from dcpmla.serving.protocol import CompletionBody
+from dcpmla.serving.responses_body import ResponsesBody
+from dcpmla.serving.sampling_fields import DEFAULTS, Ruled
 
 ROOT = Path(__file__).resolve().parents[1]
 # <!-- options: COMMAND, TITLE OF A GROUP --> or, for some options alone, <!-- options: COMMAND, TITLE, FIELD FIELD -->
 _MARKED = re.compile(r"(<!-- options: (\w+), ([\w ]+)(?:, ([\w ]+))? -->\n).*?(<!-- end of options -->\n)", re.DOTALL)
+_FIELDS = re.compile(r"<!-- fields -->\n.*?(<!-- end of fields -->\n)", re.DOTALL)
+_BODIES: dict[str, type[BaseModel]] = {
+    "completions": CompletionBody,
+    "chat": ChatBody,
+    "responses": ResponsesBody,
+    "messages": MessagesBody,
+}
 
 
 def main() -> None:
@@ -38,6 +57,8 @@ def render(text: str) -> str:
         head, command, title, names, end = found.groups()
         return "\n".join([f"{head}| option | |", "|---|---|", *_rows(command, title, (names or "").split()), end])
 
+    head = [f"<!-- fields -->\n| field | {' | '.join(_BODIES)} | values | |", "|---|---|---|---|---|---|---|"]
+    text = _FIELDS.sub(lambda found: "\n".join([*head, *_field_rows(), found[1]]), text)
     return _MARKED.sub(write, text)
 
 
@@ -55,6 +76,25 @@ def _rows(command: str, title: str, names: list[str]) -> Iterator[str]:
             usage = " ".join([", ".join(action.option_strings), *([str(values)] if values else [])])
             text = re.sub(r"docs/(\w+\.md)", r"[\1](\1)", (action.help or "") % {"default": action.default})
             yield f"| `{usage}{' ...' if action.nargs == '+' else ''}` | {text} |"
+
+
+def _field_rows() -> Iterator[str]:
+    """Yield a row for each field of HTTP that a rule checks: the routes that have it, its values and its text."""
+    values = {name: _values_of(name) for kind in _BODIES.values() for name in kind.model_fields}
+    classes = [SamplingParams, *(each for kind in _BODIES.values() for each in reversed(kind.__mro__))]
+    texts = {name: text for each in classes for name, text in texts_of(each).items()}
+    defaults = {field.name: field.default for field in fields(SamplingParams)} | DEFAULTS
+    for name, words in values.items():
+        if words:
+            cells = ("yes" if name in kind.model_fields else "400" for kind in _BODIES.values())
+            default = "" if defaults.get(name) in (None, ()) else f"; {json.dumps(defaults[name])} by default"
+            yield f"| `{name}` | {' | '.join(cells)} | {words}{default} | {texts[name]} |"
+
+
+def _values_of(name: str) -> str:
+    """Return the words of the rule of a field of HTTP, none without a rule."""
+    checks = (each for kind in _BODIES.values() if (field := kind.model_fields.get(name)) for each in field.metadata)
+    return next((each.rule.words for each in checks if isinstance(each, Ruled)), "")
 
 
 if __name__ == "__main__":

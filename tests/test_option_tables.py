@@ -27,3 +27,17 @@ def test_a_table_has_the_options_of_a_group() -> None:
     assert text.count("| `--") == 2
     assert text.startswith("a\n<!-- options: serve, server, port role -->\n| option | |\n|---|---|\n| `--port N`")
     assert text.endswith("Default: both. |\n<!-- end of options -->\nb\n")
+
+
+def test_a_table_has_the_fields_of_http_with_their_values() -> None:
+    text = render("a\n<!-- fields -->\nold\n<!-- end of fields -->\nb\n")
+    assert text.startswith(
+        "a\n<!-- fields -->\n| field | completions | chat | responses | messages | values | |\n|---|"
+    )
+    assert text.endswith(" |\n<!-- end of fields -->\nb\n")
+    assert (
+        "| `temperature` | yes | yes | yes | yes | a finite number of at least 0; 1.0 by default | Divisor of " in text
+    )
+    assert (
+        "| `top_k` | yes | yes | 400 | yes | a whole number in [-1, 2147483648] (-1 and 0 are all tokens); 0 " in text
+    )

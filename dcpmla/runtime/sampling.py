@@ -32,7 +32,7 @@ NOT_FINITE = -1  # instead of a token, after logits whose maximum is NaN or infi
 _MAX_ROWS = 64  # drawn at once: float64 copies of [rows, vocab] stay small compared with the logits of a large batch
 _LARGEST_PENALTY = 100.0
 _LARGEST_BIAS = 100.0
-_MAX_BIASES = 1024
+MAX_BIASES = 1024
 _MAX_ID_DIGITS = 20
 _Natural = Annotated[int, whole(0)]
 _Penalty = Annotated[float, number(-_LARGEST_PENALTY, _LARGEST_PENALTY)]
@@ -41,7 +41,7 @@ _NumLogprobs = Annotated[int | None, optional(whole(0))]
 
 def _are_biases(value: object) -> bool:
     """Return whether a value is pairs of `_bias_pairs`, few enough and in range."""
-    if not isinstance(value, tuple) or len(value) > _MAX_BIASES or not all(isinstance(pair, tuple) for pair in value):
+    if not isinstance(value, tuple) or len(value) > MAX_BIASES or not all(isinstance(pair, tuple) for pair in value):
         return False
     ids, numbers = [token for token, _ in value], [bias for _, bias in value]
     are_allowed = all(map(whole(0).holds, ids)) and all(map(number(-_LARGEST_BIAS, _LARGEST_BIAS).holds, numbers))
@@ -49,7 +49,7 @@ def _are_biases(value: object) -> bool:
 
 
 _BIASES = Rule(
-    f"at most {_MAX_BIASES:,} different token ids, each with a number in [-{_LARGEST_BIAS:g}, {_LARGEST_BIAS:g}]",
+    f"at most {MAX_BIASES:,} different token ids, each with a number in [-{_LARGEST_BIAS:g}, {_LARGEST_BIAS:g}]",
     _are_biases,
 )
 
@@ -109,11 +109,8 @@ class SamplingParams:
     grammar: Annotated[Grammar | None, optional(instance_of(Grammar))] = None
 
     def __post_init__(self) -> None:
-        stop: object = ((self.stop,) if self.stop else ()) if isinstance(self.stop, str) else self.stop
-        for name, value in (("stop", stop), ("stop_token_ids", self.stop_token_ids)):
-            object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
-        object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
-        object.__setattr__(self, "grammar", as_grammar(self.grammar))
+        for name in ("stop", "stop_token_ids", "logit_bias", "grammar"):
+            object.__setattr__(self, name, as_param(name, getattr(self, name)))
         check_fields(rules_of(SamplingParams), vars(self), option_label)
         object.__setattr__(self, "temperature", float(self.temperature))  # A message has no integers of any size.
         if self.min_tokens > self.max_new_tokens:
@@ -169,6 +166,18 @@ class SamplingParams:
         seed x 2^31 + index, independent of the other prompts.
         """
         return replace(self, seed=((self.seed << 31) + index) % (1 << 64))
+
+
+def as_param(name: str, value: object) -> object:
+    """Return a parameter's value in the form of its rule: a tuple, pairs of biases or a grammar; others as given."""
+    match name:
+        case "logit_bias":
+            return _bias_pairs(value)
+        case "grammar":
+            return as_grammar(value)
+        case "stop" if isinstance(value, str):
+            return (value,) if value else ()
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _bias_pairs(biases: object) -> object:

@@ -8,13 +8,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from dcpmla.fields import Rule, whole
 from dcpmla.runtime.grammar import Grammar
 from dcpmla.serving.chat_body import ChatRequest, Effort
 from dcpmla.serving.conversation import MAX_MESSAGES, Conversation, History, reasoning_part, text_in, tool_call
-from dcpmla.serving.engine_limits import MAX_TOKENS
+from dcpmla.serving.engine_limits import LIMITS, MAX_TOKENS
 from dcpmla.serving.errors import ApiError, wrong
 from dcpmla.serving.refused import Fields, OpenFields, check_fields_of_body, check_nested
-from dcpmla.serving.sampling_fields import SamplingFields, StopTexts
+from dcpmla.serving.sampling_fields import Ruled, SamplingFields, takes
 from dcpmla.serving.shown import Json
 from dcpmla.serving.structured import grammar_of_format
 from dcpmla.serving.tools import Tools, ToolUse, chosen, tool_use
@@ -23,6 +24,8 @@ from dcpmla.serving.tools import Tools, ToolUse, chosen, tool_use
 _REFUSED: dict[str, tuple[object, ...]] = {"container": (), "mcp_servers": ([],), "prefill": ()}
 _KEPT_THINKING = "clear_thinking_"  # Which reasoning a prompt keeps, the chat template decides.
 _BILLING = "x-anthropic-billing-header:"
+
+_STOPS = Rule(LIMITS["stop"].words, lambda value: isinstance(value, list) and LIMITS["stop"].holds(tuple(value)))
 
 Blocks = list[dict[str, Any]]
 
@@ -103,14 +106,16 @@ class CountBody(ChatRequest):
         return {"thinking": kind and True, "reasoning_field": "thinking" if kind == "enabled" else ""}
 
 
+@takes("temperature", "top_p", "top_k")
 class MessagesBody(CountBody):
-    """A body of /v1/messages."""
+    """A body of /v1/messages.
 
-    max_tokens: int = Field(ge=1, le=MAX_TOKENS)
-    stop_sequences: StopTexts | None = None
-    temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=MAX_TOKENS)
+    Attributes:
+        stop_sequences: Strings that end the request; the answer's `stop_sequence` is the string that ended it.
+    """
+
+    max_tokens: Annotated[int, Ruled(whole(1, MAX_TOKENS))]
+    stop_sequences: Annotated[list[str] | None, Ruled(_STOPS)] = None
     output_format: dict[str, Any] | None = None  # the older name of output_config.format
 
     @property
@@ -121,7 +126,7 @@ class MessagesBody(CountBody):
     def asked_grammar(self) -> tuple[Grammar | None, str]:
         own = None if self.output_config is None else self.output_config.format
         wanted, path = (own, "output_config.format") if own else (self.output_format, "output_format")
-        return grammar_of_format(wanted or {"type": "text"}, path), f"{path}.schema"
+        return grammar_of_format(wanted, path), f"{path}.schema"
 
 
 def _keeps_thinking(edits: Any) -> bool:

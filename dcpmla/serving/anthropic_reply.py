@@ -1,13 +1,11 @@
 """Answers in Anthropic's shape of messages, whole and as events."""
 
-import json
 from collections.abc import Iterator
 
 from dcpmla.serving.anthropic_body import MessagesBody
 from dcpmla.serving.blocks import Block, BlockReply, Change
+from dcpmla.serving.chat.values import object_of
 from dcpmla.serving.errors import ApiError
-from dcpmla.serving.prompts import Prompt, Texts
-from dcpmla.serving.reader import AnswerReader
 from dcpmla.serving.shown import Json
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -19,12 +17,12 @@ _DELTAS = {
 }
 
 
-class MessagesReply(BlockReply):
+class MessagesReply(BlockReply[MessagesBody]):
     """A message: a content block for each block of the answer."""
 
-    def __init__(self, model: str, prompts: list[Prompt], reader: AnswerReader, omits_thinking: bool) -> None:
-        super().__init__(model, prompts, reader)
-        self._omits_thinking = omits_thinking
+    @property
+    def _omits_thinking(self) -> bool:
+        return self.body.thinking is not None and self.body.thinking.display == "omitted"
 
     def whole(self) -> Json:
         """Return the message."""
@@ -82,7 +80,10 @@ class MessagesReply(BlockReply):
                 yield {"type": "content_block_stop", **place}
 
     def _content(self, block: Block, text: str) -> Json:
-        """Return the content block with a text. Clients send signatures back; this server does not check them."""
+        """Return the content block with a text; a call that was cut has no input.
+
+        Clients send signatures back; this server does not check them.
+        """
         match block.kind:
             case "reasoning":
                 thinking = "" if self._omits_thinking else text
@@ -90,21 +91,4 @@ class MessagesReply(BlockReply):
             case "text":
                 return {"type": "text", "text": text}
             case "call":
-                return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _values(text)}
-
-
-def messages_reply(
-    body: MessagesBody, texts: Texts, model: str, prompts: list[Prompt], readers: list[AnswerReader]
-) -> MessagesReply:
-    """Return the answer to a body, before any token."""
-    omits_thinking = body.thinking is not None and body.thinking.display == "omitted"
-    return MessagesReply(model, prompts, readers[0], omits_thinking)
-
-
-def _values(arguments: str) -> Json:
-    """Return the arguments of a call; an answer that was cut has none."""
-    try:
-        values = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return {}
-    return values if isinstance(values, dict) else {}
+                return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": object_of(text) or {}}

@@ -19,9 +19,9 @@ from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.access import guarded
 from dcpmla.serving.answers import Answers
 from dcpmla.serving.anthropic_body import CountBody, MessagesBody
-from dcpmla.serving.anthropic_reply import messages_reply
+from dcpmla.serving.anthropic_reply import MessagesReply
 from dcpmla.serving.background import Background
-from dcpmla.serving.chat_answers import chat_answers
+from dcpmla.serving.chat_answers import ChatAnswers
 from dcpmla.serving.chat_body import ChatBody, ChatRequest, TokenizeBody
 from dcpmla.serving.chats import Chats
 from dcpmla.serving.client import Engine
@@ -36,7 +36,7 @@ from dcpmla.serving.reader import AnswerReader
 from dcpmla.serving.receive import Receiver
 from dcpmla.serving.replies import EventStream, Reply, WholeAnswer, collect, events, under
 from dcpmla.serving.responses_body import ResponsesBody
-from dcpmla.serving.responses_reply import responses_reply
+from dcpmla.serving.responses_reply import ResponsesReply
 from dcpmla.serving.router import Router
 from dcpmla.serving.settings import Settings
 from dcpmla.serving.slices import MAX_ENTRIES, check_entries
@@ -72,9 +72,9 @@ class Api:
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
             Route("/v1/completions", self.completions, methods=["POST"]),
-            Route("/v1/chat/completions", partial(self.chat, ChatBody, chat_answers), methods=["POST"]),
-            Route("/v1/responses", partial(self.chat, ResponsesBody, responses_reply), methods=["POST"]),
-            Route("/v1/messages", partial(self.chat, MessagesBody, messages_reply), methods=["POST"]),
+            Route("/v1/chat/completions", partial(self.chat, ChatBody, ChatAnswers), methods=["POST"]),
+            Route("/v1/responses", partial(self.chat, ResponsesBody, ResponsesReply), methods=["POST"]),
+            Route("/v1/messages", partial(self.chat, MessagesBody, MessagesReply), methods=["POST"]),
             Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
@@ -119,7 +119,7 @@ class Api:
         num_kept_characters = sum(len(prompt.text) for prompt in answers.prompts) if body.echo else 0
         return await self._answer(request, body, answers, params, num_kept_characters)
 
-    async def _completion(self, body: CompletionBody) -> tuple[Answers, SamplingParams]:
+    async def _completion(self, body: CompletionBody) -> tuple[Answers[CompletionBody], SamplingParams]:
         """Return the form of the answers to a body, and the parameters of its requests."""
         texts = self._texts(body.model)
         max_tokens = _NUM_NEW if body.token_limit is None else body.token_limit
@@ -131,8 +131,7 @@ class Api:
         await check_params(params, body.grammar_source, self._engine.ready().model, self._checks)
         prompts = [await texts.prompt(prompt, echo, adds_special, num_kept) for prompt in body.prompts]
         body.prompt = ""  # The answer may take minutes.
-        shown = body.shown(echo=echo, num_logprobs=body.logprobs, drops_new=max_tokens == 0)
-        return Answers(texts, self._settings.name, prompts, body.num_choices, shown), params
+        return Answers(body, texts, self._settings.name, prompts), params
 
     async def chat(self, kind: type[Chat], reply: MakeReply[Chat], request: Request) -> Response:
         """Continue a conversation in the shape of any route."""
@@ -181,13 +180,13 @@ class Api:
         num_kept = sampling.num_kept_tokens(longest, limit or 1)
         conversation = body.conversation()
         prompts = [await chats.prompt(conversation, body.adds_special_tokens, num_kept)]
-        skips = sampling.skip_special_tokens is not False
-        readers = [chats.reader(conversation, prompts[0], skips) for _ in range(sampling.num_choices)]
         if not limit:
             limit = longest - len(prompts[0].token_ids)
             if body.num_logprobs is not None and not body.stream:  # The default is what an answer may have.
                 limit = max(1, min(limit, MAX_ENTRIES // (sampling.num_choices * (1 + body.num_logprobs))))
         params = sampling.params(limit, body.num_logprobs, sampling.prompt_logprobs)
+        skips = params.skip_special_tokens
+        readers = [chats.reader(conversation, prompts[0], skips) for _ in range(sampling.num_choices)]
         grammar = await chats.grammars.grammar(conversation.tool_use, prompts[0], *body.asked_grammar())
         if grammar is not None:
             if params.ignore_eos:

@@ -2,16 +2,18 @@
 
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from dcpmla.serving.chat.events import Kind
+from dcpmla.serving.chat_body import ChatRequest
 from dcpmla.serving.messages import Output
-from dcpmla.serving.prompts import Prompt
+from dcpmla.serving.prompts import Prompt, Texts
 from dcpmla.serving.reader import AnswerReader
 from dcpmla.serving.shown import Json, Usage
 
+Body = TypeVar("Body", bound=ChatRequest)
 Change = Literal["open", "add", "close"]  # A block begins, gets a text, or ends.
 
 
@@ -38,8 +40,11 @@ class Block:
         return "".join(self.texts)
 
 
-class BlockReply:
+class BlockReply(Generic[Body]):
     """One answer as blocks, the base of the routes that show it so.
+
+    Args:
+        readers: Reader of the one answer.
 
     Attributes:
         blocks: Blocks so far. The last one is open until the answer ends.
@@ -50,8 +55,10 @@ class BlockReply:
     ending = ""
     num_choices = 1
 
-    def __init__(self, model: str, prompts: list[Prompt], reader: AnswerReader) -> None:
-        self.model, self.prompts, self._reader = model, prompts, reader
+    def __init__(
+        self, body: Body, texts: Texts, model: str, prompts: list[Prompt], readers: Sequence[AnswerReader]
+    ) -> None:
+        self.body, self.model, self.prompts, (self._reader,) = body, model, prompts, readers
         self.id, self.created = uuid.uuid4().hex, int(time.time())
         self.usage = Usage(sum(len(prompt.token_ids) for prompt in prompts))
         self.blocks: list[Block] = []

@@ -1,7 +1,6 @@
 """Answers in OpenAI's shape of chat completions, whole and in chunks."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from functools import cached_property
 
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.serving.answers import Answers, in_json
@@ -9,24 +8,12 @@ from dcpmla.serving.chat.events import Piece, PieceCollector, Pieces
 from dcpmla.serving.chat_body import ChatBody
 from dcpmla.serving.conversation import reasoning_part
 from dcpmla.serving.messages import Output
-from dcpmla.serving.prompts import Prompt, Texts
-from dcpmla.serving.reader import AnswerReader
 from dcpmla.serving.shown import Json
 from dcpmla.serving.slices import Each
 
 
-@dataclass
-class ChatAnswers(Answers):
-    """The choices of a chat completion as they grow.
-
-    Args:
-        readers: Reader of each choice.
-        shows_reasoning: Whether answers have their reasoning.
-    """
-
-    readers: Sequence[AnswerReader] = field(kw_only=True)
-    shows_reasoning: bool = True
-    _collectors: dict[int, PieceCollector] = field(default_factory=dict)  # of each choice of a whole answer
+class ChatAnswers(Answers[ChatBody]):
+    """The choices of a chat completion as they grow."""
 
     prefix = "chatcmpl-"
     kind = "chat.completion"
@@ -34,18 +21,22 @@ class ChatAnswers(Answers):
     part = "delta"
     has_prompts_in_choices = False
 
+    @cached_property
+    def _collectors(self) -> list[PieceCollector]:
+        """Return the pieces of each choice of a whole answer."""
+        return [PieceCollector() for _ in self._readers]
+
     def first_chunks(self) -> list[Json]:
         begun = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         chunks = [self._chunk_of({"index": index, **begun}) for index in range(self.num_choices)]
-        if self.shown.token_ids:
+        if self._body.return_token_ids:
             chunks[0]["prompt_token_ids"] = self.prompts[0].token_ids
         return chunks
 
     def add(self, index: int, output: Output) -> None:
         super().add(index, output)
-        collector = self._collectors.setdefault(index, PieceCollector())
         for piece in self._read(index, output):
-            collector.add(piece)
+            self._collectors[index].add(piece)
 
     def _said(self, index: int, output: Output, is_chunk: bool) -> Json:
         if is_chunk:
@@ -53,16 +44,18 @@ class ChatAnswers(Answers):
         return {"message": _message(self._collectors[index].take())}
 
     def _finish_reason(self, index: int, output: Output) -> str | None:
-        return self.readers[index].finish_reason(output.finish_reason)
+        return self._readers[index].finish_reason(output.finish_reason)
 
     def _read(self, index: int, output: Output) -> Pieces:
         """Return what an output adds to a choice."""
-        pieces = self.readers[index].push(output)
-        self._usages[index].reasoning_tokens = self.readers[index].num_reasoning_tokens
-        return pieces if self.shows_reasoning else Pieces(piece for piece in pieces if piece.kind != "reasoning")
+        pieces = self._readers[index].push(output)
+        self._usages[index].reasoning_tokens = self._readers[index].num_reasoning_tokens
+        if self._body.include_reasoning is False:
+            return Pieces(piece for piece in pieces if piece.kind != "reasoning")
+        return pieces
 
     def _logprobs(self, index: int, output: Output) -> Json | None:
-        if self.shown.num_logprobs is None:
+        if self._body.num_logprobs is None:
             return None
         return {"content": Each(self._entry, output.logprobs)}
 
@@ -71,7 +64,7 @@ class ChatAnswers(Answers):
         return {**self._token(entry.token_id, entry.logprob or 0.0), "top_logprobs": top}
 
     def _token(self, token_id: int, logprob: float) -> Json:
-        text = self.texts.token(token_id)
+        text = self._texts.token(token_id)
         # A token that is a part of a character has no text; which bytes it is, the tokenizer does not say.
         return {"token": text, "logprob": in_json(logprob), "bytes": None if "\ufffd" in text else list(text.encode())}
 
@@ -99,12 +92,3 @@ def _call(piece: Piece) -> Json:
         return {"function": {"arguments": piece.text}}
     call: Json = {"id": piece.call_id, "type": "function"}
     return {**call, "function": {"name": piece.name, "arguments": piece.text}}
-
-
-def chat_answers(
-    body: ChatBody, texts: Texts, model: str, prompts: list[Prompt], readers: list[AnswerReader]
-) -> ChatAnswers:
-    """Return the answers to a body, before any token."""
-    shown = body.shown(echo=False, num_logprobs=body.num_logprobs, drops_new=False)
-    shows_reasoning = body.include_reasoning is not False
-    return ChatAnswers(texts, model, prompts, len(readers), shown, readers=readers, shows_reasoning=shows_reasoning)

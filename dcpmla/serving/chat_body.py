@@ -5,15 +5,14 @@ Source: OpenAI's API reference for chat completions; fields beyond it carry vLLM
 
 from typing import Annotated, Any
 
-from pydantic import Field, StringConstraints
+from pydantic import StringConstraints
 
 from dcpmla.runtime.grammar import Grammar
 from dcpmla.serving.conversation import ChatMessage, Conversation, Messages, check_messages, thinking_of
-from dcpmla.serving.engine_limits import MAX_LOGPROBS
 from dcpmla.serving.errors import ApiError, wrong
 from dcpmla.serving.protocol import GenerationFields, RequestFields
 from dcpmla.serving.refused import OpenFields, check_fields_of_body
-from dcpmla.serving.sampling_fields import SamplingFields
+from dcpmla.serving.sampling_fields import ruled
 from dcpmla.serving.tools import Tools, chosen, tool_use
 
 Effort = Annotated[str, StringConstraints(min_length=1, max_length=32)]
@@ -21,16 +20,6 @@ Effort = Annotated[str, StringConstraints(min_length=1, max_length=32)]
 
 class ChatRequest(RequestFields):
     """A body of any route that continues a conversation."""
-
-    @property
-    def sampling(self) -> SamplingFields:
-        """Return the fields that decide which tokens are chosen."""
-        raise NotImplementedError
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """Return the number of alternatives of each token, None without log probabilities."""
-        return None
 
     @property
     def adds_special_tokens(self) -> bool:
@@ -90,12 +79,16 @@ class ChatFields(OpenFields):
 
 
 class ChatBody(GenerationFields, ChatFields, ChatRequest):
-    """A body of /v1/chat/completions."""
+    """A body of /v1/chat/completions.
+
+    Attributes:
+        top_logprobs: Number of best tokens whose log probabilities are shown; needs `logprobs: true`.
+    """
 
     messages: Messages
     include_reasoning: bool | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: Annotated[int | None, ruled("logprobs")] = None
 
     def model_post_init(self, context: Any, /) -> None:
         """Raise ApiError as well for alternatives without log probabilities, and if no token is wanted."""

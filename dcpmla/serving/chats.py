@@ -1,13 +1,12 @@
 """Chats of one model: conversations -> prompts, and readers of its answers."""
 
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from dcpmla.serving.answer_grammars import AnswerGrammars
 from dcpmla.serving.background import Background, Prepared, prepare
 from dcpmla.serving.chat.events import AnswerParser
 from dcpmla.serving.chat.formats import FORMATS, find_format
-from dcpmla.serving.chat.markup import AnswerFormat
 from dcpmla.serving.chat.parser import MarkupParser
 from dcpmla.serving.control_tokens import CUT
 from dcpmla.serving.conversation import Conversation
@@ -135,21 +134,16 @@ class Chats:
         """Return the parser of an answer to a prompt."""
         tools, calls, reasoning = conversation.tool_use.tools, self._call_format, self._reasoning_format
 
-        def parser(chosen: AnswerFormat, parses_calls: bool, parses_reasoning: bool) -> AnswerParser:
-            return MarkupParser(
-                chosen,
-                tools,
-                in_reasoning=prompt.in_reasoning,
-                parses_calls=parses_calls and bool(tools),
-                parses_reasoning=parses_reasoning,
-                first_call=conversation.num_calls,
-            )
-
+        first, has_calls = conversation.num_calls, bool(tools)
+        parser = partial(MarkupParser, tools=tools, in_reasoning=prompt.in_reasoning, first_call=first)
+        if calls is not None and (reasoning is None or calls is reasoning):
+            return parser(calls, parses_calls=has_calls, parses_reasoning=reasoning is not None)
+        if reasoning is None:
+            return PlainParser()
+        reasons = parser(reasoning, parses_calls=False, parses_reasoning=True)
         if calls is None:
-            return PlainParser() if reasoning is None else parser(reasoning, False, True)
-        if reasoning is None or calls is reasoning:
-            return parser(calls, True, reasoning is not None)
-        return ChainedParser(parser(reasoning, False, True), parser(calls, True, False))
+            return reasons
+        return ChainedParser(reasons, parser(calls, parses_calls=has_calls, parses_reasoning=False))
 
 
 def _render(prepared: Prepared, given: str | None, conversation: Conversation) -> tuple[str, str]:

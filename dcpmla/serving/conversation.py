@@ -43,24 +43,13 @@ class Conversation:
 
     @property
     def num_characters(self) -> int:
-        """Return the number of characters of all messages and tools, and one more for each value."""
-        return _size([self.messages, self.tool_use.tools, self.variables])
+        """Return the number of characters of all messages, tools and variables as JSON."""
+        return len(json.dumps([self.messages, [*self.tool_use.tools], {**self.variables}], ensure_ascii=False))
 
     @property
     def num_calls(self) -> int:
         """Return the number of tool calls in all messages."""
         return sum(len(message.get("tool_calls", ())) for message in self.messages)
-
-
-def _size(value: Any) -> int:
-    """Return the number of a JSON value's characters, and of its values."""
-    if isinstance(value, str):
-        return 1 + len(value)
-    if isinstance(value, Mapping):
-        return 1 + sum(len(name) + _size(each) for name, each in value.items())
-    if isinstance(value, Sequence):
-        return 1 + sum(map(_size, value))
-    return 1
 
 
 def tool_call(call_id: str | None, name: str, arguments: str | Mapping[str, Any]) -> Json:
@@ -149,8 +138,7 @@ class ChatMessage(OpenFields):
         path = f"messages.{number}"
         content = "" if self.content is None else "".join(texts_of(self.content, f"{path}.content"))
         message: Json = {"role": self.role, "content": content}
-        named = {"name": self.name, "tool_call_id": self.tool_call_id}
-        message |= {key: value for key, value in named.items() if value is not None}
+        message |= self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
         reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
         message |= reasoning_part(reasoning or "")
         if self.tool_calls:

@@ -1,9 +1,8 @@
 """Limits of what a request may ask of the engine, on every route (`check_params`)."""
 
 from collections.abc import Mapping
-from typing import Any, TypeGuard
 
-from dcpmla.fields import Rule, check_fields, number, optional, whole
+from dcpmla.fields import Rule, check_fields, number, optional, tuple_of, whole
 from dcpmla.runtime.grammar import Grammar
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.errors import ApiError
@@ -12,29 +11,18 @@ from dcpmla.serving.structured import MAX_CHARACTERS, GrammarChecks
 
 MAX_LOGPROBS = 20  # alternatives of a token
 MAX_TOKENS = 1 << 31
-MAX_STOPS = 16
-MAX_STOP_CHARACTERS = 256  # A stop string's length is work at every token, for all requests.
-MAX_STOP_TOKENS = 256
-LARGEST_PENALTY = 2
+_MAX_STOPS = 16
+_MAX_STOP_CHARACTERS = 256  # A stop string's length is work at every token, for all requests.
+_MAX_STOP_TOKENS = 256
 _MAX_WRITTEN = 1 << 20  # characters of a grammar of calls; larger ones take more time than a check has
 _MAX_MARKER = 64  # tokens
 
-_PENALTY = number(-LARGEST_PENALTY, LARGEST_PENALTY)
+_PENALTY = number(-2, 2)
 _NUM_LOGPROBS = optional(whole(0, MAX_LOGPROBS))
 
 
-def _are_few(value: object, limit: int) -> TypeGuard[tuple[Any, ...]]:
-    return isinstance(value, tuple) and len(value) <= limit
-
-
-def _are_stops(value: object) -> bool:
-    """Return whether stop strings are few and short."""
-    return _are_few(value, MAX_STOPS) and all(len(text) <= MAX_STOP_CHARACTERS for text in value)
-
-
-def _are_stop_tokens(value: object) -> bool:
-    """Return whether token ids are few, and numbers that a message has."""
-    return _are_few(value, MAX_STOP_TOKENS) and max(value, default=0) < MAX_TOKENS
+def _is_stop(value: object) -> bool:
+    return isinstance(value, str) and 1 <= len(value) <= _MAX_STOP_CHARACTERS
 
 
 def _is_short(value: object) -> bool:
@@ -50,8 +38,13 @@ LIMITS: Mapping[str, Rule] = {
     "max_new_tokens": whole(1, MAX_TOKENS),
     "min_tokens": whole(0, MAX_TOKENS),
     "top_k": whole(0, MAX_TOKENS),
-    "stop": Rule(f"at most {MAX_STOPS} strings of {MAX_STOP_CHARACTERS} characters", _are_stops),
-    "stop_token_ids": Rule(f"at most {MAX_STOP_TOKENS} token ids below 2^31", _are_stop_tokens),
+    "stop": Rule(
+        f"at most {_MAX_STOPS} strings of 1 to {_MAX_STOP_CHARACTERS} characters",
+        tuple_of(Rule("", _is_stop), _MAX_STOPS).holds,
+    ),
+    "stop_token_ids": Rule(
+        f"at most {_MAX_STOP_TOKENS} token ids below 2^31", tuple_of(whole(0, MAX_TOKENS - 1), _MAX_STOP_TOKENS).holds
+    ),
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
     "logprobs": _NUM_LOGPROBS,
@@ -74,12 +67,8 @@ async def check_params(params: SamplingParams, grammar_source: str, model: Start
         ApiError: A parameter is beyond its limit, has a token that the model does not have, or is a grammar that
             cannot be served.
     """
-    for name, rule in LIMITS.items():
-        try:
-            check_fields({name: rule}, vars(params))
-        except ValueError as error:
-            raise ApiError(400, str(error), param=name) from error
     try:
+        check_fields(LIMITS, vars(params))
         params.check_vocabulary(model.vocab_size)
     except ValueError as error:
         raise ApiError(400, str(error), param=str(error).partition(" ")[0]) from error

@@ -3,15 +3,14 @@
 Source: OpenAI's API reference for completions; fields beyond it carry vLLM's names.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
-from dcpmla.serving.engine_limits import MAX_LOGPROBS
 from dcpmla.serving.errors import ApiError, wrong
 from dcpmla.serving.refused import Fields, OpenFields, check_fields_of_body, check_nested
-from dcpmla.serving.sampling_fields import SamplingFields
-from dcpmla.serving.shown import Shown
+from dcpmla.serving.sampling_fields import SamplingFields, ruled
 
 # pydantic parses 10 million numbers a second, but only 300,000 messages, and holds Python's lock meanwhile. A thread
 # would not keep the event loop free, so bodies have limits.
@@ -21,17 +20,26 @@ _MAX_ITEMS = 1 << 18  # Strings (names of fields included), lists and objects.
 CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 Body = TypeVar("Body", bound=BaseModel)
-_Path = tuple[int | str, ...]
-_Mistake = tuple[_Path, str, str]  # Path, type and message of pydantic.
+_OF_RULE = "Value error, "  # pydantic's words before those of a `Ruled` field
+_Mistake = Mapping[str, Any]  # pydantic's record
 
 
 class RequestFields(OpenFields):
     """Fields of all bodies that ask for an answer."""
 
-    model_config = ConfigDict(allow_inf_nan=False)
     model: str | None = None
     stream: bool | None = None
     cache_salt: CacheSalt | None = None
+
+    @property
+    def sampling(self) -> SamplingFields:
+        """Return the fields that decide which tokens are chosen."""
+        raise NotImplementedError
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Return the number of alternatives of each token, None without log probabilities."""
+        return None
 
 
 class StreamOptions(OpenFields):
@@ -66,25 +74,23 @@ class GenerationFields(SamplingFields, RequestFields):
 
     @property
     def sampling(self) -> SamplingFields:
-        """Return the fields that decide which tokens are chosen."""
         return self
 
-    def shown(self, *, echo: bool, num_logprobs: int | None, drops_new: bool) -> Shown:
-        """Return the parts of the answer that the client asks for."""
-        options = self.stream_options or StreamOptions()
-        return Shown(
-            echo=echo,
-            num_logprobs=num_logprobs,
-            num_prompt_logprobs=self.prompt_logprobs,
-            drops_new=drops_new,
-            token_ids=bool(self.return_token_ids),
-            usage_at_end=bool(options.include_usage),
-            usage_in_chunks=bool(options.continuous_usage_stats),
-        )
+    @property
+    def echoes(self) -> bool:
+        """Return whether each choice begins with its prompt."""
+        return False
 
 
 class CompletionBody(GenerationFields):
-    """A body of /v1/completions."""
+    """A body of /v1/completions.
+
+    Attributes:
+        logprobs: Number of best tokens whose log probabilities are shown; of chats, true or false. They are the model's
+            own, before temperature and penalties. With `echo` the prompt has them, too, and is then computed whole, 256
+            tokens a step: what lm-eval's `local-completions` asks for. Of chats all tokens have them, reasoning and
+            calls included.
+    """
 
     prompt: (
         str
@@ -93,7 +99,15 @@ class CompletionBody(GenerationFields):
         | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
     )
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs: Annotated[int | None, ruled("logprobs")] = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -127,11 +141,12 @@ def parse(kind: type[Body], content: bytes | bytearray) -> Body:
     try:
         return kind.model_validate_json(content)
     except ValidationError as error:
-        errors = error.errors(include_url=False, include_input=False, include_context=False)
-        path, words = _closest([(each["loc"], each["type"], each["msg"]) for each in errors])
+        mistake = _closest(error.errors(include_url=False, include_input=False, include_context=False))
+        path, words = mistake["loc"], mistake["msg"].removeprefix(_OF_RULE)
         item = f"[{path[-1]}]" if path and isinstance(path[-1], int) else ""
         param = str(path[0]) if path else None
-        raise ApiError(400, f"{param or 'the body'}{item}: {words}", param=param) from None
+        message = words if mistake["msg"].startswith(_OF_RULE) else f"{param or 'the body'}{item}: {words}"
+        raise ApiError(400, message, param=param) from None
 
 
 def _check_size(content: bytes | bytearray) -> None:
@@ -150,15 +165,13 @@ def _check_size(content: bytes | bytearray) -> None:
     raise ApiError(400, f"the body has too many values; {words}")
 
 
-def _closest(errors: list[_Mistake]) -> tuple[_Path, str]:
-    """Return the path and the message of the mistake in the first wrong field. A field of several kinds has an error
-    for each, mostly about the kind: one about a limit, or about an item far back, is closest to the client's mistake.
+def _closest(errors: Sequence[_Mistake]) -> _Mistake:
+    """Return the mistake in the first wrong field. A field of several kinds has an error for each, mostly about the
+    kind: one about a limit, or about an item far back, is closest to the client's mistake.
     """
-    own = [error for error in errors if error[0][:1] == errors[0][0][:1]]
+    own = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
 
     def closeness(error: _Mistake) -> tuple[int, ...]:
-        path, kind, _ = error
-        return not kind.endswith("_type"), *(step for step in path[2:] if isinstance(step, int))
+        return not error["type"].endswith("_type"), *(step for step in error["loc"][2:] if isinstance(step, int))
 
-    path, _, words = max(own, key=closeness)
-    return path, words
+    return max(own, key=closeness)

@@ -44,36 +44,20 @@ class HiddenTokens:
     """Texts of special tokens that answers do not show."""
 
     def __init__(self, tokens: Sequence[str]) -> None:
-        self.tokens = sorted(tokens, key=len, reverse=True)  # A token may begin as a longer one does.
-        self.beginnings = {token[:length] for token in tokens for length in range(1, len(token))}
-        self.first_letters = {token[0] for token in tokens}
-        self.longest = max(map(len, tokens), default=0)
+        self._tokens = sorted(tokens, key=len, reverse=True)  # A token may begin as a longer one does.
+        self._beginnings = {token[:length] for token in tokens for length in range(1, len(token))}
+        self._first_letters = {token[0] for token in tokens}
+        self._longest = max(map(len, tokens), default=0)
 
-
-class _Shown:
-    """A text without hidden tokens, in pieces."""
-
-    def __init__(self, hidden: HiddenTokens) -> None:
-        self._hidden, self._held = hidden, ""
-
-    def push(self, new: str) -> str:
-        """Return the text that is certain now."""
-        hidden, text = self._hidden, self._held + new
-        self._held = ""
-        if not any(letter in text for letter in hidden.first_letters):
-            return text
-        for token in hidden.tokens:
-            if token in text:
-                text = text.replace(token, "")
-        lengths = range(min(len(text), hidden.longest - 1), 0, -1)
-        length = next((length for length in lengths if text[-length:] in hidden.beginnings), 0)
-        self._held = text[len(text) - length :]
-        return text[: len(text) - length]
-
-    def finish(self) -> str:
-        """Return the text that was held back."""
-        text, self._held = self._held, ""
-        return text
+    def split(self, text: str) -> tuple[str, str]:
+        """Return a text without these tokens, and its end in which one of them may begin."""
+        if not any(letter in text for letter in self._first_letters):
+            return text, ""
+        for token in self._tokens:
+            text = text.replace(token, "")
+        lengths = range(min(len(text), self._longest - 1), 0, -1)
+        kept = len(text) - next((length for length in lengths if text[-length:] in self._beginnings), 0)
+        return text[:kept], text[kept:]
 
 
 class AnswerReader:
@@ -102,7 +86,7 @@ class AnswerReader:
     ) -> None:
         self._parser, self._is_parallel = parser, is_parallel
         self._counts = counts_reasoning  # until the reasoning has ended
-        self._shown, self._out = _Shown(hidden), PieceCollector()
+        self._hidden, self._held, self._out = hidden, "", PieceCollector()
         self._kind: Kind | None = None  # of the last piece
         self._in_reasoning, self._length = in_reasoning, 0
         self._starts: deque[int] = deque()  # offsets of tokens whose text has not come
@@ -162,10 +146,11 @@ class AnswerReader:
                 self.has_calls = True
                 self._out.add(piece)
             else:
-                self._out.add(piece._replace(text=self._shown.push(piece.text)))
+                text, self._held = self._hidden.split(self._held + piece.text)
+                self._out.add(piece._replace(text=text))
 
     def _begin(self, kind: Kind | None) -> None:
         """Add the text that was held back, which ends before another kind of piece, or the answer's end."""
         if self._kind is not None:
-            self._out.add(Piece(self._kind, self._shown.finish()))
-        self._kind = kind
+            self._out.add(Piece(self._kind, self._held))
+        self._kind, self._held = kind, ""

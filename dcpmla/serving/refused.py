@@ -15,56 +15,28 @@ _Allowed = tuple[object, ...] | None  # values that change nothing, besides null
 # Values that change nothing, by field; null changes nothing either.
 _REFUSED: dict[str, tuple[object, ...]] = {
     # OpenAI
-    "audio": (),
+    **dict.fromkeys(("audio", "moderation", "web_search_options"), ()),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
-    "moderation": (),
     "suffix": ("",),
-    "web_search_options": (),
     # vLLM
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
-    "chat_template": (),
-    "detokenize": (True,),
-    "documents": ([],),
-    "guided_decoding_backend": (),
-    "guided_whitespace_pattern": (),
-    "kv_transfer_params": ({},),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "media_io_kwargs": ({},),
-    "mm_processor_kwargs": ({},),
+    **dict.fromkeys(("chat_template", "guided_decoding_backend", "guided_whitespace_pattern", "reasoning"), ()),
+    **dict.fromkeys(("repetition_detection", "structural_tag", "thinking_token_budget"), ()),
+    **dict.fromkeys(("allowed_token_ids", "bad_words", "documents", "logits_processors", "prompt_embeds"), ([],)),
+    **dict.fromkeys(("kv_transfer_params", "media_io_kwargs", "mm_processor_kwargs", "vllm_xargs"), ({},)),
+    **dict.fromkeys(("return_token_strs", "return_tokens_as_token_ids", "use_beam_search"), (False,)),
+    **dict.fromkeys(("detokenize", "spaces_between_special_tokens"), (True,)),
+    **dict.fromkeys(("length_penalty", "typical_p"), (1,)),
     "priority": (0,),
-    "prompt_embeds": ([],),
-    "reasoning": (),
-    "repetition_detection": (),
-    "return_token_strs": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "spaces_between_special_tokens": (True,),
-    "structural_tag": (),
-    "thinking_token_budget": (),
     "truncation_side": ("left",),
-    "typical_p": (1,),
-    "use_beam_search": (False,),
-    "vllm_xargs": ({},),
     # SGLang
-    "bootstrap_host": (),
-    "bootstrap_port": (),
-    "bootstrap_room": (),
-    "custom_logit_processor": (),
-    "custom_params": ({},),
-    "data_parallel_rank": (),
-    "extra_key": (),
-    "lora_path": (),
-    "no_stop_trim": (False,),
-    "return_cached_tokens_details": (False,),
-    "return_hidden_states": (False,),
-    "return_routed_experts": (False,),
-    "separate_reasoning": (False,),
-    "session_params": ({},),
-    "stop_regex": ([], ""),
-    "stop_token_regex": ([], ""),
+    **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room", "custom_logit_processor"), ()),
+    **dict.fromkeys(("data_parallel_rank", "extra_key", "lora_path"), ()),
+    **dict.fromkeys(("custom_params", "session_params"), ({},)),
+    **dict.fromkeys(("no_stop_trim", "return_cached_tokens_details", "return_hidden_states"), (False,)),
+    **dict.fromkeys(("return_routed_experts", "separate_reasoning"), (False,)),
+    **dict.fromkeys(("stop_regex", "stop_token_regex"), ([], "")),
     "stream_reasoning": (True,),
 }
 
@@ -87,25 +59,21 @@ _MISPLACED = {
 }
 # Fields of other routes.
 _OTHER_ROUTE: dict[str, tuple[object, ...]] = {
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "echo": (False,),
-    "include_reasoning": (True,),
-    "input": (),
-    "instructions": ("",),
-    "logprobs": (False,),
-    "messages": (),
-    "parallel_tool_calls": (True,),
-    "prompt": (),
-    "reasoning_effort": (),
-    "return_token_ids": (False,),
-    "stream_options": ({},),
-    "system": ("",),
+    **dict.fromkeys(("add_special_tokens", "input", "messages", "prompt", "reasoning_effort"), ()),
+    **dict.fromkeys(("add_generation_prompt", "include_reasoning", "parallel_tool_calls"), (True,)),
+    **dict.fromkeys(("continue_final_message", "echo", "logprobs", "return_token_ids"), (False,)),
+    **dict.fromkeys(("chat_template_kwargs", "stream_options"), ({},)),
+    **dict.fromkeys(("instructions", "system"), ("",)),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_logprobs": (0,),
+}
+_NOT_HERE = "this route does not have it"
+# Of every route: the values that change nothing, and advice for clients that send another one.
+_EVERYWHERE: Mapping[str, tuple[tuple[object, ...], str]] = {
+    **{name: (allowed, _NOT_HERE) for name, allowed in _OTHER_ROUTE.items()},
+    **{name: (allowed, "leave it out") for name, allowed in _REFUSED.items()},
+    **{name: ((), words) for name, words in _MISPLACED.items()},
 }
 # Fields of objects in a body, and the values of all other fields that change nothing: None if all may.
 _NESTED: dict[str, tuple[dict[str, _Allowed], _Allowed]] = {
@@ -118,7 +86,6 @@ _NESTED: dict[str, tuple[dict[str, _Allowed], _Allowed]] = {
     "stream_options": ({"include_obfuscation": (False,)}, (False,)),
 }
 _NONE: Mapping[str, tuple[object, ...]] = {}
-_NOT_HERE = "this route does not have it"
 _MAX_UNKNOWN = 64  # names of a body that are compared with known ones
 
 
@@ -149,21 +116,14 @@ def check_fields_of_body(
     Raises:
         ApiError: A field would change the answer, or its name looks like a known one.
     """
-    fields, extra = type(body).model_fields, body.model_extra or {}
-    unknown = []
+    fields, extra, unknown = type(body).model_fields, body.model_extra or {}, list[str]()
+    refused = {**_EVERYWHERE, **dict.fromkeys(elsewhere, ((), _NOT_HERE))}
+    refused |= {name: (allowed, advice) for name, allowed in own.items()}
     for name, value in extra.items():
         if value is None:
             continue
-        if name in own:
-            refuse(name, value, own[name], advice)
-        elif name in _MISPLACED:
-            refuse(name, value, (), _MISPLACED[name])
-        elif name in elsewhere:
-            refuse(name, value, (), _NOT_HERE)
-        elif name in _REFUSED:
-            refuse(name, value, _REFUSED[name], "leave it out")
-        elif name in _OTHER_ROUTE:
-            refuse(name, value, _OTHER_ROUTE[name], _NOT_HERE)
+        if name in refused:
+            refuse(name, value, *refused[name])
         else:
             unknown.append(name)
     known = frozenset({*fields, *_MISPLACED, *elsewhere}) if unknown else frozenset()

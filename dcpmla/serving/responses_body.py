@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from dcpmla.fields import whole
 from dcpmla.runtime.grammar import Grammar
 from dcpmla.serving.chat_body import ChatRequest, Effort
 from dcpmla.serving.conversation import (
@@ -23,21 +24,16 @@ from dcpmla.serving.conversation import (
 from dcpmla.serving.engine_limits import MAX_TOKENS
 from dcpmla.serving.errors import ApiError, wrong
 from dcpmla.serving.refused import Fields, OpenFields, check_fields_of_body, check_nested, refuse
-from dcpmla.serving.sampling_fields import SamplingFields
+from dcpmla.serving.sampling_fields import Ruled, SamplingFields, takes
 from dcpmla.serving.shown import Json
 from dcpmla.serving.structured import grammar_of_format
 from dcpmla.serving.tools import Tools, chosen, tool_use
 
 # Values that change nothing, by field.
 _REFUSED: dict[str, tuple[object, ...]] = {
-    "background": (False,),
-    "background_options": (),
+    **dict.fromkeys(("background_options", "conversation", "moderation", "previous_response_id", "prompt"), ()),
+    **dict.fromkeys(("background", "store"), (False,)),
     "context_management": ([],),
-    "conversation": (),
-    "moderation": (),
-    "previous_response_id": (),
-    "prompt": (),
-    "store": (False,),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
@@ -66,17 +62,20 @@ class _TextFields(Fields):
     format: dict[str, Any] | None = None
 
 
+@takes("temperature", "top_p")
 class ResponsesBody(ChatRequest):
-    """A body of /v1/responses."""
+    """A body of /v1/responses.
+
+    Attributes:
+        max_output_tokens: Limit of new tokens; by default what `--max-model-len` leaves.
+    """
 
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: str | None = None
     tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    max_output_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
-    temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
+    max_output_tokens: Annotated[int | None, Ruled(whole(1, MAX_TOKENS))] = None
     reasoning: ReasoningFields | None = None
     text: _TextFields | None = None
     include: list[str] | None = None
@@ -98,11 +97,10 @@ class ResponsesBody(ChatRequest):
 
     @property
     def sampling(self) -> SamplingFields:
-        fields = {"max_tokens": self.max_output_tokens, "temperature": self.temperature, "top_p": self.top_p}
-        return SamplingFields.model_validate(fields)
+        return SamplingFields(max_tokens=self.max_output_tokens, **self.model_dump(include={"temperature", "top_p"}))
 
     def asked_grammar(self) -> tuple[Grammar | None, str]:
-        wanted = (self.text and self.text.format) or {"type": "text"}
+        wanted = None if self.text is None else self.text.format
         return grammar_of_format(wanted, "text.format"), "text.format.schema"
 
     def conversation(self) -> Conversation:

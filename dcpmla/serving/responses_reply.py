@@ -5,8 +5,6 @@ from typing import Any
 
 from dcpmla.serving.blocks import Block, BlockReply, Change
 from dcpmla.serving.errors import ApiError
-from dcpmla.serving.prompts import Prompt, Texts
-from dcpmla.serving.reader import AnswerReader
 from dcpmla.serving.responses_body import ResponsesBody
 from dcpmla.serving.shown import Json
 
@@ -15,12 +13,10 @@ _PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 _PARTS = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 
 
-class ResponsesReply(BlockReply):
+class ResponsesReply(BlockReply[ResponsesBody]):
     """A response: an item for each block of the answer."""
 
-    def __init__(self, fields: Json, model: str, prompts: list[Prompt], reader: AnswerReader) -> None:
-        super().__init__(model, prompts, reader)
-        self._fields, self._number = fields, 0
+    _number = 0  # of the next event
 
     def whole(self) -> Json:
         """Return the response."""
@@ -55,7 +51,7 @@ class ResponsesReply(BlockReply):
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self.model,
-            **self._fields,
+            **_fields(self.body),
             "output": [self._item(block, status) for block in self.blocks],
             "usage": {
                 "input_tokens": usage.prompt_tokens,
@@ -119,12 +115,10 @@ def _part(block: Block) -> Json:
     return {**part, "annotations": [], "logprobs": []} if block.kind == "text" else part
 
 
-def responses_reply(
-    body: ResponsesBody, texts: Texts, model: str, prompts: list[Prompt], readers: list[AnswerReader]
-) -> ResponsesReply:
-    """Return the answer to a body, before any token."""
-    reasoning = body.reasoning
-    fields = {
+def _fields(body: ResponsesBody) -> Json:
+    """Return the fields of a response that repeat those of the body."""
+    reasoning, params = body.reasoning, body.sampling.params(1, None, None)
+    return {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
@@ -132,11 +126,10 @@ def responses_reply(
         "previous_response_id": None,
         "reasoning": {"effort": reasoning and reasoning.effort, "summary": reasoning and reasoning.summary},
         "store": False,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "temperature": params.temperature,
         "text": {"format": (body.text and body.text.format) or {"type": "text"}},
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_p": params.top_p,
         "truncation": "disabled",
     }
-    return ResponsesReply(fields, model, prompts, readers[0])

@@ -1,75 +1,122 @@
-"""Fields of completions and chats that decide which tokens are chosen and when an answer ends."""
+"""Fields of completions and chats that decide which tokens are chosen and when an answer ends: those of the class
+`SamplingParams`, and what HTTP has besides.
+"""
 
+import re
 import secrets
-from dataclasses import fields
-from typing import Annotated
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
-from pydantic import AfterValidator, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, GetCoreSchemaHandler, PlainValidator, ValidationInfo, create_model
 
-from dcpmla.runtime.sampling import SamplingParams
-from dcpmla.serving.engine_limits import (
-    LARGEST_PENALTY,
-    MAX_LOGPROBS,
-    MAX_STOP_CHARACTERS,
-    MAX_STOP_TOKENS,
-    MAX_STOPS,
-    MAX_TOKENS,
-)
+from dcpmla.fields import Rule, check_fields, is_whole, rules_of, whole
+from dcpmla.runtime.sampling import MAX_BIASES, SamplingParams, as_param
+from dcpmla.serving.engine_limits import LIMITS, MAX_LOGPROBS, MAX_TOKENS
 from dcpmla.serving.errors import wrong
 from dcpmla.serving.structured import StructuredFields
 from dcpmla.serving.transfer_fields import KvTransferParams
 
-MAX_CHOICES = 128  # Answers to one prompt.
+DEFAULTS = {"temperature": 1.0, "seed": None}  # Where they are not the parameters' own; None: it is drawn.
 _SEEDS = 1 << 64
-_MAX_BIASES = 1024
-
-StopTexts = Annotated[
-    list[Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARACTERS)]],
-    Field(max_length=MAX_STOPS, fail_fast=True),
-]
-Number = Annotated[str, StringConstraints(pattern=r"^-?[0-9]{1,10}$")]
-# Keys of JSON objects are strings.
-TokenBiases = Annotated[
-    dict[Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,9})$")], Annotated[float, Field(ge=-100, le=100)]],
-    Field(max_length=_MAX_BIASES),
-]
+_KEY = re.compile("0|[1-9][0-9]{0,9}")  # Keys of JSON objects are strings.
+_NUMBER = re.compile("-?[0-9]{1,10}")
+_OTHERWISE = {"max_new_tokens", "logprobs", "prompt_logprobs", "grammar"}  # parameters that other fields give
+_RULES = {**rules_of(SamplingParams), **LIMITS}
+Kind = TypeVar("Kind", bound=BaseModel)
 
 
-def _kept(value: int | str) -> int:
-    """Return a number of tokens to keep: -1, or at least 1."""
-    number = int(value)
-    if number == 0 or not -1 <= number <= MAX_TOKENS:
-        raise ValueError(f"it must be -1 or a whole number of at least 1, not {number}")
-    return number
+def _are_biases(value: object) -> bool:
+    if not isinstance(value, dict) or len(value) > MAX_BIASES or not all(map(_KEY.fullmatch, value)):
+        return False
+    return _RULES["logit_bias"].holds(as_param("logit_bias", value))
 
 
+def _is_kept(value: object) -> bool:
+    """Return whether a value is a number of tokens to keep, or its text: -1, or at least 1."""
+    if isinstance(value, str) and _NUMBER.fullmatch(value):
+        value = int(value)
+    return is_whole(value) and value != 0 and -1 <= value <= MAX_TOKENS
+
+
+_KEPT = Rule("-1, or a whole number of at least 1", _is_kept)
+_CHOICES = whole(1, 128)
+# What HTTP takes in place of the parameters' values.
+_OWN = {
+    "top_k": Rule(f"{whole(-1, MAX_TOKENS).words} (-1 and 0 are all tokens)", whole(-1, MAX_TOKENS).holds),
+    "seed": Rule("a whole number in (-2^64, 2^64)", whole(1 - _SEEDS, _SEEDS - 1).holds),
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), whole(0, MAX_LOGPROBS)),
+    "logit_bias": Rule(f"an object of {_RULES['logit_bias'].words}", _are_biases),
+}
+
+
+@dataclass(frozen=True)
+class Ruled:
+    """The check of a body's field by a rule. Null is allowed where the field's type has it."""
+
+    rule: Rule
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        kinds = get_args(source)
+
+        def check(value: Any, info: ValidationInfo) -> Any:
+            if value is None and type(None) in kinds:
+                return None
+            check_fields({str(info.field_name): self.rule}, {str(info.field_name): value})
+            return float(value) if float in kinds else value
+
+        return PlainValidator(check).__get_pydantic_core_schema__(Any, handler)
+
+
+def ruled(name: str) -> Ruled:
+    """Return the check of a field that gives the parameter with a name."""
+    rule = _RULES[name]
+    return Ruled(_OWN.get(name) or replace(rule, holds=lambda value: rule.holds(as_param(name, value))))
+
+
+def takes(*names: str) -> Callable[[type[Kind]], type[Kind]]:
+    """Return a decorator of a body's class. The class it returns has fields for the parameters with some names, or for
+    all; null is the default.
+    """
+
+    types = get_type_hints(SamplingParams)
+
+    def add(kind: type[Kind]) -> type[Kind]:
+        chosen = names or [name for name in types if name not in _OTHERWISE]
+        more: dict[str, Any] = {name: (Annotated[types[name] | None, ruled(name)], None) for name in chosen}
+        return create_model(kind.__name__, __base__=kind, __module__=kind.__module__, __doc__=kind.__doc__, **more)
+
+    return add
+
+
+@takes()
 class SamplingFields(StructuredFields):
-    """Fields that both kinds of completions have; null is the default."""
+    """Fields that both kinds of completions have; null is the default.
 
-    model_config = ConfigDict(allow_inf_nan=False)
-    max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
-    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
-    min_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
-    truncate_prompt_tokens: Annotated[int | Number, AfterValidator(_kept)] | None = None
-    temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=MAX_TOKENS)
-    min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, gt=-_SEEDS, lt=_SEEDS)
-    stop: Annotated[str, StringConstraints(max_length=MAX_STOP_CHARACTERS)] | StopTexts | None = None
-    stop_token_ids: (
-        Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None
-    ) = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    best_of: int | None = None
-    presence_penalty: float | None = Field(None, ge=-LARGEST_PENALTY, le=LARGEST_PENALTY)
-    frequency_penalty: float | None = Field(None, ge=-LARGEST_PENALTY, le=LARGEST_PENALTY)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
-    logit_bias: TokenBiases | None = None
-    ignore_eos: bool | None = None
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    Attributes:
+        max_tokens: Limit of new tokens; of completions 16 by default, of chats what `--max-model-len` leaves. Messages
+            need it. More than `--max-model-len` leaves is cut.
+        max_completion_tokens: Limit of new tokens that wins over max_tokens.
+        min_tokens: Number of new tokens before which no end-of-sequence or stop token is chosen, and that contain no
+            stop string; at most max_tokens.
+        truncate_prompt_tokens: Number of the prompt's last tokens that are kept; -1 keeps `--max-model-len` less
+            max_tokens (1 for chats without it). A `<bos>` at the beginning goes as well.
+        logit_bias: Numbers that are added to the logits of tokens, by token id, before penalties.
+        seed: Seed of the answer's draws: the same one gives the same answer as `generate` from the stream of the
+            choice's number.
+        n: Number of answers to each prompt, 1 by default.
+        best_of: Number that must be that of n.
+        prompt_logprobs: Number of best tokens whose log probabilities are shown for each token of the prompt, null for
+            the first: `{token id: {logprob, rank, decoded_token}}`. The best tokens alone have a `rank`. They are in
+            the choice or, of chats, in the answer; not with `stream`.
+    """
+
+    max_tokens: Annotated[int | None, Ruled(whole(0, MAX_TOKENS))] = None
+    max_completion_tokens: Annotated[int | None, Ruled(whole(1, MAX_TOKENS))] = None
+    truncate_prompt_tokens: Annotated[int | str | None, Ruled(_KEPT)] = None
+    n: Annotated[int | None, Ruled(_CHOICES)] = None
+    best_of: Annotated[int | None, Ruled(_CHOICES)] = None
+    prompt_logprobs: Annotated[int | None, ruled("prompt_logprobs")] = None
     kv_transfer_params: KvTransferParams | None = None
 
     @property
@@ -104,19 +151,19 @@ class SamplingFields(StructuredFields):
         Raises:
             ApiError: More tokens must come than may come, or a field of structured output is wrong.
         """
-        if (self.min_tokens or 0) > max_new_tokens:
-            raise wrong("min_tokens", f"is {self.min_tokens}; at most max_tokens, {max_new_tokens}, is allowed")
+        own = {field.name for field in fields(SamplingParams)} - _OTHERWISE
+        given: dict[str, Any] = DEFAULTS | self.model_dump(include=own, exclude_none=True)
+        if given.get("min_tokens", 0) > max_new_tokens:
+            raise wrong("min_tokens", f"is {given['min_tokens']}; at most max_tokens, {max_new_tokens}, is allowed")
         grammar = self.grammar()
-        if self.ignore_eos and grammar is not None:
+        if given.get("ignore_eos") and grammar is not None:
             raise wrong("ignore_eos", f"is true; with {self.grammar_source} an answer ends where its grammar does")
         values = {
-            "temperature": 1.0,
-            **self.model_dump(include={field.name for field in fields(SamplingParams)}, exclude_none=True),
             "max_new_tokens": max_new_tokens,
-            "top_k": max(0, self.top_k or 0),
-            "seed": secrets.randbits(32) if self.seed is None else self.seed % _SEEDS,
+            "top_k": max(0, given.get("top_k", 0)),
+            "seed": secrets.randbits(32) if given["seed"] is None else given["seed"] % _SEEDS,
             "logprobs": logprobs,
             "prompt_logprobs": prompt_logprobs,
             "grammar": grammar,
         }
-        return SamplingParams(**values)
+        return SamplingParams(**given | values)

@@ -1,4 +1,4 @@
-"""The parts of an answer that a client asks for, and its usage."""
+"""The usage that answers show, and the type of their JSON."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -43,26 +43,3 @@ class Usage:
         if self.reasoning_tokens is not None:
             body["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
         return body
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shown:
-    """The parts of an answer that a client asks for.
-
-    Attributes:
-        echo: Whether each choice begins with its prompt.
-        num_logprobs: Alternatives of each token, None without log probabilities.
-        num_prompt_logprobs: Alternatives of each token of the prompt, None without `prompt_logprobs`.
-        drops_new: Whether the answer is the prompt alone (an echo of no new tokens).
-        token_ids: Whether token ids of prompts and answers are shown.
-        usage_at_end: Whether a stream ends with a chunk of usage.
-        usage_in_chunks: Whether each chunk has the usage of its choice so far.
-    """
-
-    echo: bool = False
-    num_logprobs: int | None = None
-    num_prompt_logprobs: int | None = None
-    drops_new: bool = False
-    token_ids: bool = False
-    usage_at_end: bool = False
-    usage_in_chunks: bool = False

@@ -18,7 +18,7 @@ from dcpmla.serving.worker import LimitError, Worker
 
 MAX_CHARACTERS = 1 << 16
 _MAX_KEPT = 1024  # latest grammars that need no other check
-_KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+_KINDS = {"json": "json_schema"} | {kind: kind for kind in ("json_object", "regex", "choice", "grammar")}
 
 
 class StructuredFields(OpenFields):
@@ -40,7 +40,7 @@ class StructuredFields(OpenFields):
         Raises:
             ApiError: A field is wrong, or both ask for a grammar.
         """
-        grammar = grammar_of_format(self.response_format or {"type": "text"}, "response_format", "json_schema")
+        grammar = grammar_of_format(self.response_format, "response_format", "json_schema")
         if self.structured_outputs is None:
             return grammar
         if grammar is not None:
@@ -48,8 +48,8 @@ class StructuredFields(OpenFields):
         return _of_structured_outputs(self.structured_outputs)
 
 
-def grammar_of_format(value: dict[str, Any], path: str, wrapper: str = "") -> Grammar | None:
-    """Return the grammar of a format of text, a JSON object or a JSON schema; None for text.
+def grammar_of_format(value: dict[str, Any] | None, path: str, wrapper: str = "") -> Grammar | None:
+    """Return the grammar of a format of text, a JSON object or a JSON schema; None for text, or without a format.
 
     Args:
         path: Path of the format in the body.
@@ -57,6 +57,7 @@ def grammar_of_format(value: dict[str, Any], path: str, wrapper: str = "") -> Gr
     Raises:
         ApiError: The format is of another type, or has no schema.
     """
+    value = value or {"type": "text"}
     match value.get("type"):
         case "text":
             return None
@@ -74,15 +75,13 @@ def grammar_of_format(value: dict[str, Any], path: str, wrapper: str = "") -> Gr
 def _of_structured_outputs(value: dict[str, Any]) -> Grammar | None:
     entries = _entries(value)
     for name in value:
-        if name not in _KINDS and name != "json_object" and name in entries:
+        if name not in _KINDS and name in entries:
             raise wrong(f"structured_outputs.{name}", "is not supported; leave it out")
     if len(entries) != 1:
-        words = f"has {sorted(entries)}; give one of json, json_object, regex, choice, grammar"
+        words = f"has {sorted(entries)}; give one of {', '.join(_KINDS)}"
         raise wrong("structured_outputs", words)
     ((name, content),) = entries.items()
     path = f"structured_outputs.{name}"
-    if name == "json_object":
-        return Grammar("json_object")
     if name == "json" and isinstance(content, str):
         try:
             content = json.loads(content)
@@ -102,6 +101,8 @@ def _grammar(kind: str, content: Any, path: str) -> Grammar:
     Raises:
         ApiError: The content is of another type, or too long.
     """
+    if kind == "json_object":
+        return Grammar(kind)
     if kind in ("regex", "grammar"):
         if not isinstance(content, str):
             raise wrong(path, "must be text")

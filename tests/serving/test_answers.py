@@ -20,27 +20,26 @@ from dcpmla.serving.prompts import Prompt
 from dcpmla.serving.protocol import parse
 from dcpmla.serving.reader import AnswerReader, HiddenTokens, PlainParser
 from dcpmla.serving.replies import event
-from dcpmla.serving.shown import Shown
 from dcpmla.serving.slices import slices
 from tests.serving.test_texts import texts_of
 from tests.support.small_tokenizers import tokenizer_of
-from tests.support.whole_answers import whole_of
+from tests.support.whole_answers import body_of, whole_of
 
-SHOWN = Shown(echo=True, num_logprobs=2, num_prompt_logprobs=2, token_ids=True, usage_in_chunks=True)
+SHOWN = {"logprobs": 2, "prompt_logprobs": 2, "return_token_ids": True}
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.reasoning_content %}!{% endif %};{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
 @pytest.mark.parametrize("kind", [Answers, ChatAnswers])
 @pytest.mark.parametrize("value", [-math.inf, math.nan, -1e300, math.inf])
-def test_no_number_is_outside_of_json(kind: type[Answers], value: float) -> None:
+def test_no_number_is_outside_of_json(kind: Any, value: float) -> None:
     """As vLLM sends it; and json.dumps cannot raise in the middle of a stream."""
     entry = TokenLogprobs(5, value, ((5, value), (6, -0.5)))
     output = Output(0, "a", (5,), (entry,), "stop", prompt_logprobs=(TokenLogprobs(5, None, ()), entry))
 
-    def answers() -> Answers:
-        readers = {"readers": [AnswerReader(PlainParser(), HiddenTokens([]))]} if kind is ChatAnswers else {}
-        return kind(texts_of("straddling"), "m", [Prompt([5, 5], "ab", [0, 1])], 1, SHOWN, **readers)
+    def answers() -> Any:
+        readers = [AnswerReader(PlainParser(), HiddenTokens([]))]
+        return kind(body_of(kind, **SHOWN), texts_of("straddling"), "m", [Prompt([5, 5], "ab", [0, 1])], readers)
 
     expected = 0.0 if value == math.inf else -9999.0
     (chunk,), whole = answers().chunks(0, output), whole_of(answers(), [(0, output)])

@@ -204,9 +204,11 @@ def test_any_json_is_a_body_or_an_error(fields: dict[str, Any], is_chat: bool) -
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"stop": ["a"] * 17}, "stop: List should have at most 16 items after validation, not 17"),
-        ({"stop": ["a", ""]}, "stop[1]: String should have at least 1 character"),
-        ({"stop": "a" * 300}, "stop: String should have at most 256 characters"),
+        ({"stop": ["a", ""]}, "stop is ['a', '']; it must be at most 16 strings of 1 to 256 characters"),
+        ({"temperature": -1}, "temperature is -1; it must be a finite number of at least 0"),
+        ({"temperature": True}, "temperature is True; it must be a finite number of at least 0"),
+        ({"top_k": 1.5}, "top_k is 1.5; it must be a whole number in [-1, 2147483648] (-1 and 0 are all tokens)"),
+        ({"n": 0, "seed": "a"}, "n is 0; it must be a whole number in [1, 128]"),
         ({"prompt": []}, "prompt: List should have at least 1 item after validation, not 0"),
         ({"prompt": [1, "a"]}, "prompt[1]: Input should be a valid integer"),
         ({"prompt": ["a", [1, 2]]}, "prompt[1]: Input should be a valid string"),

@@ -1,4 +1,4 @@
-"""The table of fields in docs/serving.md, against the bodies that routes take."""
+"""The tables of fields in docs/serving.md, against the bodies that routes take."""
 
 import json
 import re
@@ -23,10 +23,11 @@ ROUTES: list[tuple[Any, dict[str, Any]]] = [  # in the order of the columns
 
 
 def rows() -> Iterator[tuple[str, list[str]]]:
-    """Yield each field of the table with its cells."""
+    """Yield each field of the tables with its cells."""
     text = (ROOT / "docs" / "serving.md").read_text()
-    (table,) = re.findall(r"^\| field \| completions.*?\n\n", text, re.MULTILINE | re.DOTALL)
-    for line in table.strip().splitlines()[2:]:
+    tables = re.findall(r"^\| field \| completions.*?\n\n", text, re.MULTILINE | re.DOTALL)
+    assert len(tables) == 2
+    for line in (line for table in tables for line in table.splitlines()[2:] if line.startswith("|")):
         fields, *cells = (cell.strip() for cell in line.split("|")[1:6])
         for name in re.findall(r"`(\w+)`", fields):
             yield name, cells

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -436,45 +435,38 @@ def test_a_decode_server_that_is_not_connected_pulls_nothing() -> None:
     run(test())
 
 
-def beyond(schema: dict[str, Any]) -> Iterator[Any]:
-    """Yield values just beyond the limits of a field's JSON schema."""
-    for each in schema.get("anyOf", ()):
-        yield from beyond(each)
-    for name, step in (("maximum", 1), ("minimum", -1), ("exclusiveMaximum", 0), ("exclusiveMinimum", 0)):
-        if name in schema:
-            yield schema[name] + step
-    items = schema.get("items", {})
-    if "maxLength" in schema:
-        yield "a" * (schema["maxLength"] + 1)
-    if "maxItems" in schema:
-        yield ["a" if items["type"] == "string" else 1] * (schema["maxItems"] + 1)
-        yield from ([value] for value in beyond(items))
-    if "maxProperties" in schema:
-        yield {str(number): 0.0 for number in range(schema["maxProperties"] + 1)}
-        for values in (*schema.get("patternProperties", {}).values(), schema.get("additionalProperties")):
-            yield from ({"5": value} for value in (beyond(values) if isinstance(values, dict) else ()))
-
-
 NAMES = {"max_tokens": "max_new_tokens"}  # of fields whose parameter has another name
-SCHEMAS = CompletionBody.model_json_schema()["properties"]
 PARAMS = {field.name for field in fields(SamplingParams)}
-LIMITED = {
-    name: (NAMES.get(name, name), [*beyond(schema)])
-    for name, schema in SCHEMAS.items()
-    if NAMES.get(name, name) in PARAMS and [*beyond(schema)]
+LARGEST = 1 << 31
+BEYOND: dict[str, list[Any]] = {  # values just beyond the limits of fields
+    "max_tokens": [-1, LARGEST + 1],
+    "min_tokens": [-1, LARGEST + 1],
+    "temperature": [-1],
+    "top_p": [0, 1.01],
+    "top_k": [-2, LARGEST + 1],
+    "min_p": [-0.01, 1.01],
+    "seed": [-(1 << 64), 1 << 64],
+    "stop": ["a" * 257, ["a"] * 17, ["a" * 257], [""]],
+    "stop_token_ids": [[1] * 257, [-1]],
+    "presence_penalty": [-2.01, 2.01],
+    "frequency_penalty": [-2.01, 2.01],
+    "repetition_penalty": [0, 100.1],
+    "logit_bias": [{str(number): 0.0 for number in range(1025)}, {"5": -100.1}, {"5": 100.1}],
+    "logprobs": [-1, 21],
+    "prompt_logprobs": [-1, 21],
 }
 
 
-def test_the_limits_of_fields_are_found() -> None:
+def test_each_field_with_a_range_has_values_beyond_it() -> None:
     without = {"ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "grammar"}
-    assert {name for name, _ in LIMITED.values()} == PARAMS - without
-    assert (21 in LIMITED["logprobs"][1], len(LIMITED["stop"][1])) == (True, 3)
+    assert {NAMES.get(field, field) for field in BEYOND} == PARAMS - without
+    assert BEYOND.keys() <= CompletionBody.model_fields.keys()
 
 
-@pytest.mark.parametrize("field", LIMITED)
+@pytest.mark.parametrize("field", BEYOND)
 def test_every_door_has_the_limits_of_the_fields(field: str) -> None:
     async def test() -> None:
-        name, values = LIMITED[field]
+        name, values = NAMES.get(field, field), BEYOND[field]
         own = asdict(SamplingParams(max_new_tokens=9))
         for role in ("both", "prefill", "decode"):
             ranks = Ranks("" if role == "both" else "p")

@@ -12,17 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpmla.serving.anthropic_body import MessagesBody
-from dcpmla.serving.anthropic_reply import messages_reply
+from dcpmla.serving.anthropic_reply import MessagesReply
 from dcpmla.serving.chat.encodings import find_encoding
 from dcpmla.serving.chat.formats import FORMATS
-from dcpmla.serving.chat_answers import chat_answers
+from dcpmla.serving.chat_answers import ChatAnswers
 from dcpmla.serving.chat_body import ChatBody
 from dcpmla.serving.messages import Output
 from dcpmla.serving.prompts import Prompt
 from dcpmla.serving.reader import AnswerReader, ChainedParser, HiddenTokens
 from dcpmla.serving.replies import Reply, event
 from dcpmla.serving.responses_body import ResponsesBody
-from dcpmla.serving.responses_reply import responses_reply
+from dcpmla.serving.responses_reply import ResponsesReply
 from dcpmla.serving.slices import slices
 from tests.serving.chat.answers import TEMPLATES, Call, cut, parser_of, render, some_calls
 from tests.support.agent import TEMPLATE, WEATHER, call
@@ -124,9 +124,9 @@ def of_chat(client: Any, streams: bool, **body: Any) -> Blocks:
 
 
 ROUTES: dict[str, tuple[Any, Any, type, Callable[..., Blocks], dict[str, Any]]] = {
-    "messages": (MessagesBody, messages_reply, anthropic.Anthropic, of_messages, BODY),
-    "responses": (ResponsesBody, responses_reply, openai.OpenAI, of_responses, {"model": "m", "input": "x"}),
-    "chat": (ChatBody, chat_answers, openai.OpenAI, of_chat, BODY),
+    "messages": (MessagesBody, MessagesReply, anthropic.Anthropic, of_messages, BODY),
+    "responses": (ResponsesBody, ResponsesReply, openai.OpenAI, of_responses, {"model": "m", "input": "x"}),
+    "chat": (ChatBody, ChatAnswers, openai.OpenAI, of_chat, BODY),
 }
 
 

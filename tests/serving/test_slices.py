@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.serving.answers import Answers
 from dcpmla.serving.anthropic_body import MessagesBody
-from dcpmla.serving.anthropic_reply import messages_reply
+from dcpmla.serving.anthropic_reply import MessagesReply
 from dcpmla.serving.app import Api
 from dcpmla.serving.background import Prepared, prepare
 from dcpmla.serving.chat_answers import ChatAnswers
@@ -24,16 +24,16 @@ from dcpmla.serving.prompts import Prompt
 from dcpmla.serving.reader import AnswerReader, HiddenTokens, PlainParser
 from dcpmla.serving.replies import WholeAnswer, collect, event, events
 from dcpmla.serving.responses_body import ResponsesBody
-from dcpmla.serving.responses_reply import responses_reply
+from dcpmla.serving.responses_reply import ResponsesReply
 from dcpmla.serving.settings import Settings
-from dcpmla.serving.shown import Json, Shown
+from dcpmla.serving.shown import Json
 from dcpmla.serving.slices import MAX_ENTRIES, SLICE, Each, check_entries, slices
 from dcpmla.serving.worker import Worker
 from tests.serving.test_client import make_engine
 from tests.serving.test_leaving_clients import Client
 from tests.serving.test_texts import texts_of
 from tests.support.scripted import scripted_tokenizer
-from tests.support.whole_answers import whole_of
+from tests.support.whole_answers import body_of, whole_of
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=30)
@@ -82,12 +82,11 @@ def test_a_deep_value_is_written() -> None:
     assert "".join(slices(value)) == "[" * 100_001 + "]" * 100_001
 
 
-def reply_of(kind: type[Answers], num_choices: int, num_prompts: int = 1) -> Answers:
+def reply_of(kind: Any, num_choices: int, num_prompts: int = 1) -> Any:
     readers = [AnswerReader(PlainParser(), HiddenTokens([])) for _ in range(num_choices)]
-    more: dict[str, Any] = {"readers": readers} if kind is ChatAnswers else {}
+    body = body_of(kind, n=num_choices, logprobs=20, prompt_logprobs=20, return_token_ids=True)
     prompts = [Prompt([5] * NUM_TOKENS, "ab" * NUM_TOKENS, [0] * NUM_TOKENS) for _ in range(num_prompts)]
-    shown = Shown(echo=kind is Answers, num_logprobs=20, num_prompt_logprobs=20, token_ids=True)
-    return kind(texts_of("straddling"), "m", prompts, num_choices, shown, **more)
+    return kind(body, texts_of("straddling"), "m", prompts, readers)
 
 
 def output_of() -> Output:
@@ -121,12 +120,12 @@ async def sent_by(app: Any) -> tuple[list[bytes], int, list[tuple[bytes, bytes]]
     return [piece for piece in pieces if piece], num_turns, headers
 
 
-@pytest.mark.parametrize("reply", [messages_reply, responses_reply])
+@pytest.mark.parametrize("reply", [MessagesReply, ResponsesReply])
 def test_the_loop_runs_between_slices_of_blocks(reply: Any) -> None:
-    kind = MessagesBody if reply is messages_reply else ResponsesBody
+    kind = MessagesBody if reply is MessagesReply else ResponsesBody
     body = (
         {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}
-        if reply is messages_reply
+        if reply is MessagesReply
         else {"input": "a"}
     )
     reader = AnswerReader(PlainParser(), HiddenTokens([]))
@@ -151,7 +150,7 @@ def test_long_answers_are_read_as_they_come() -> None:
 
     reply, texts = reply_of(ChatAnswers, 2), list[int]()
     add = reply.add
-    reply.add = lambda index, output: (texts.append(len(output.text)), add(index, output))  # type: ignore
+    reply.add = lambda index, output: (texts.append(len(output.text)), add(index, output))
     whole = asyncio.run(collect(Generation(), reply))  # type: ignore[arg-type]
     assert max(texts) <= 512
     assert [choice["message"]["content"] for choice in whole["choices"]] == ["ab" * 1000] * 2
@@ -160,7 +159,7 @@ def test_long_answers_are_read_as_they_come() -> None:
 @pytest.mark.parametrize(
     ("kind", "num_choices", "num_prompts"), [(Answers, 3, 1), (Answers, 1, 3), (ChatAnswers, 3, 1)]
 )
-def test_the_loop_runs_between_slices(kind: type[Answers], num_choices: int, num_prompts: int) -> None:
+def test_the_loop_runs_between_slices(kind: Any, num_choices: int, num_prompts: int) -> None:
     outputs = enumerate([output_of()] * num_choices * num_prompts)
     whole = whole_of(reply_of(kind, num_choices, num_prompts), outputs)
     pieces, num_turns, headers = asyncio.run(sent_by(WholeAnswer(whole)))
@@ -178,7 +177,7 @@ def test_a_small_answer_has_its_length() -> None:
 
 
 @pytest.mark.parametrize("kind", [Answers, ChatAnswers])
-def test_the_events_of_an_output_are_cut(kind: type[Answers]) -> None:
+def test_the_events_of_an_output_are_cut(kind: Any) -> None:
     class Generation:
         async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
             yield 0, output_of()

@@ -13,8 +13,8 @@ from dcpmla.serving.background import Background, Prepared
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Output, Started
 from dcpmla.serving.prompts import Prompt, Texts
+from dcpmla.serving.protocol import CompletionBody
 from dcpmla.serving.reading import RequestText
-from dcpmla.serving.shown import Shown
 from dcpmla.serving.slices import slices
 from tests.support.small_tokenizers import FAMILIES, SENTENCES, SPECIAL, byte_letter, tokenizer_of
 from tests.support.whole_answers import whole_of
@@ -39,7 +39,8 @@ def ids_of_bytes(content: bytes) -> list[int]:
 def choice(family: str, prompt: Prompt, new: list[int], echo: bool, stop: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return a choice, streamed token by token, after a check that it is the same in one piece."""
     texts = [RequestText(tokenizer_of(family), SamplingParams(stop=stop), prompt.token_ids) for _ in range(2)]
-    answers, whole = (Answers(texts_of(family), "m", [prompt], 1, Shown(echo=echo, num_logprobs=0)) for _ in range(2))
+    body = CompletionBody(prompt="", echo=echo, logprobs=0)
+    answers, whole = (Answers(body, texts_of(family), "m", [prompt]) for _ in range(2))
     scored = tuple(TokenLogprobs(token, -1.0, ()) for token in prompt.token_ids) if echo else ()
     joined: dict[str, Any] = {"text": "", "tokens": [], "text_offset": []}
     for number, token in enumerate(new):

@@ -12,7 +12,7 @@ from dcpmla.serving.answers import Answers
 from dcpmla.serving.messages import Output
 from dcpmla.serving.metrics import Metrics, Timings
 from dcpmla.serving.prompts import Prompt
-from dcpmla.serving.shown import Shown
+from dcpmla.serving.protocol import CompletionBody
 from tests.support.servers import KEY, RunningServer
 
 BLOCK = 32  # tokens, over two ranks
@@ -92,7 +92,7 @@ def test_what_reuse_saves(
 
 def test_choices_have_the_tokens_of_their_prompt_in_common() -> None:
     texts: Any = None
-    answers = Answers(texts, "m", [Prompt([1, 2], ""), Prompt([3, 4, 5], "")], 2, Shown())
+    answers = Answers(CompletionBody(prompt="", n=2), texts, "m", [Prompt([1, 2], ""), Prompt([3, 4, 5], "")])
     for index, num_cached in enumerate((1, 2, 2, 2)):
         answers.add(index, Output(index, "a", (5,), finish_reason="stop", num_cached_tokens=num_cached))
     details = {"cached_tokens": 1 + 2}

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dcpmla.serving.chat.arguments import ArgumentReader, CallEnds, JsonArguments, ParameterArguments, WrappedArguments
+from dcpmla.serving.chat.arguments import ArgumentReader, Rest, Waiting
 from dcpmla.serving.chat.events import Piece, PieceCollector, Pieces
 from dcpmla.serving.chat.markup import AnswerFormat, find_first, held_length
 
@@ -62,66 +62,56 @@ class MarkupParser:
         self._schemas = {each["name"]: each.get("parameters") or {} for each in functions if "name" in each}
         self._parses_calls, self._parses_reasoning = parses_calls, parses_reasoning
         self._first_call = first_call
-        self._ends = CallEnds(self._format)
         self._in_reasoning = in_reasoning and parses_reasoning
         self._may_reason = parses_reasoning  # until the answer has other text
         self._in_section = False
-        self._text = ""  # it is not parsed yet
+        self._rest = Rest()
         self._space = ""  # white space that is content if other content follows
         self._has_content = False  # since the last call
         self._after_reasoning = ""
-        self._reader: ArgumentReader | None = None
         self._num_calls = 0
         self._out = PieceCollector()
+        self._steps = self._parse()
 
     def push(self, text: str) -> Pieces:
         """Take the next text of the answer."""
         for start in range(0, len(text), _CHUNK):
-            self._text += text[start : start + _CHUNK]
-            while self._text and (self._read_text() if self._reader is None else self._read_arguments(self._reader)):
-                pass
+            self._rest.text += text[start : start + _CHUNK]
+            next(self._steps)
         return self._out.take()
 
     def finish(self) -> Pieces:
         """End the answer."""
-        if self._reader is not None:
-            self._extend_call(self._reader.finish())
-        else:
-            self._show(self._text)
+        self._rest.is_over = True
+        for _ in self._steps:
+            pass
         if not self._num_calls:
             self._out.add(Piece("text", self._released()))
-        self._text, self._reader = "", None
         return self._out.take()
 
-    def _read_arguments(self, reader: ArgumentReader) -> bool:
-        """Read a call's arguments and return whether the call has ended."""
-        json_text, following = reader.push(self._text)
-        self._extend_call(json_text)
-        self._text = following or ""
-        if following is not None:
-            self._reader = None
-        return following is not None
+    def _parse(self) -> Waiting:
+        """Read the answer. At its end, what waits for more markup is text, or dropped in a call."""
+        rest = self._rest
+        while True:
+            markers, calls = self._markers()
+            next_marker = find_first(rest.text, markers)
+            if next_marker is None:
+                kept = held_length(rest.text, (*markers, *(self._before_calls + call for call in calls)))
+                self._show(rest.cut(len(rest.text) - (0 if rest.is_over else kept)))
+                if not (yield from rest.more()):
+                    return
+            elif next_marker[1] in calls:
+                yield from self._read_call(*next_marker)
+            else:
+                self._read_marker(*next_marker)
 
-    def _extend_call(self, json_text: str) -> None:
-        """Add JSON text to the arguments of the last call."""
-        self._out.add(Piece("call", json_text, self._num_calls - 1))
-
-    def _read_text(self) -> bool:
-        """Read text up to the next marker, and return whether there may be more markers."""
-        markers, calls = self._markers()
-        next_marker = find_first(self._text, markers)
-        if next_marker is None:
-            kept = held_length(self._text, (*markers, *(self._before_calls + call for call in calls)))
-            self._show(self._cut(len(self._text) - kept))
-            return False
-        position, marker = next_marker
-        if marker in calls:
-            return self._read_call(position, marker)
-        if marker == self._format.reasoning[0] and self._text[:position].strip():
-            self._show(self._cut(position + len(marker)))  # reasoning comes before content
-            return True
-        self._show(self._cut(position))
-        self._cut(len(marker))
+    def _read_marker(self, position: int, marker: str) -> None:
+        """Read text up to a marker that begins no call."""
+        if marker == self._format.reasoning[0] and self._rest.text[:position].strip():
+            self._show(self._rest.cut(position + len(marker)))  # reasoning comes before content
+            return
+        self._show(self._rest.cut(position))
+        self._rest.cut(len(marker))
         if marker == self._format.reasoning[0]:
             self._in_reasoning, self._space = True, ""
         elif marker == self._format.reasoning[1]:
@@ -129,7 +119,6 @@ class MarkupParser:
             self._after_reasoning = self._format.after_reasoning
         elif marker == self._format.section[1]:
             self._in_section, self._space = False, ""  # White space after the last call is markup.
-        return True
 
     def _markers(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the markers that count now, and the beginnings of calls among them."""
@@ -141,31 +130,33 @@ class MarkupParser:
         end = (markup.section[1],) if self._in_section else ()
         return (*calls, *start, *end, *markup.dropped), calls
 
-    def _read_call(self, position: int, marker: str) -> bool:
-        """Read the beginning of a call at a position, and return whether there may be more markers."""
-        before = self._before_calls
-        start = position - (len(before) if self._text.endswith(before, 0, position) else 0)
+    def _read_call(self, position: int, marker: str) -> Waiting:
+        """Read a call at a position, or a text that only begins as one."""
+        rest, before = self._rest, self._before_calls
+        start = position - (len(before) if rest.text.endswith(before, 0, position) else 0)
         opening = self._open(position, marker)
-        if opening is True:
-            self._show(self._cut(start))
-            return False
         if opening is False:
-            self._show(self._cut(position + len(marker)))
-            return True
-        self._show(self._text[:start])
-        self._text = self._text[opening.position :]
+            self._show(rest.cut(position + len(marker)))
+            return
+        self._show(rest.cut(start))
+        if opening is True:
+            if not (yield from rest.more()):
+                self._show(rest.cut(len(rest.text)))
+            return
+        rest.cut(opening.position - start)
         self._in_reasoning = self._may_reason = self._has_content = False
         self._in_section = bool(self._format.section[1])
         self._space = ""
         number, self._num_calls = self._num_calls, self._num_calls + 1
         call_id = self._format.make_id(opening.name, opening.call_id, self._first_call + number)
         self._out.add(Piece("call", "", number, call_id, opening.name))
-        self._reader = self._reader_of(opening)
-        return True
+        yield from self._arguments_of(opening, number)
+        if rest.is_over:
+            rest.text = ""
 
     def _open(self, position: int, marker: str) -> _Opening | bool:
         """Return the beginning of a call at a marker, False if it is none, True if that needs more text."""
-        markup, text = self._format, self._text
+        markup, text = self._format, self._rest.text
         position += len(marker)
         if marker == markup.section[0]:
             position += len(text[position:]) - len(text[position:].lstrip())
@@ -188,31 +179,28 @@ class MarkupParser:
 
     def _open_wrapped(self, position: int) -> _Opening | bool:
         """Return the beginning of a call that is a JSON object, as `_open` does."""
-        match = _WRAPPED_NAME.match(self._text, position)
+        match = _WRAPPED_NAME.match(self._rest.text, position)
         if match is not None:
             try:
                 name = json.loads(match["name"])
             except ValueError:
                 return False
             return self._is_tool(name) and _Opening(name, None, match.end(), is_wrapped=True)
-        header = self._text[position:]
+        header = self._rest.text[position:]
         begun = "".join(header.split())[: len(_WRAPPED_START)]
         return len(header) <= _LONGEST_HEADER and _WRAPPED_START.startswith(begun)
 
     def _is_tool(self, name: str) -> bool:
         return name in self._schemas if self._schemas else bool(_NAME.fullmatch(name))
 
-    def _reader_of(self, opening: _Opening) -> ArgumentReader:
+    def _arguments_of(self, opening: _Opening, number: int) -> Waiting:
+        """Return the steps that read the arguments of a call."""
+        reader = ArgumentReader(self._rest, self._format, lambda text: self._out.add(Piece("call", text, number)))
         if opening.is_wrapped:
-            return WrappedArguments(self._ends)
+            return reader.wrapped()
         if self._format.tags is None:
-            return JsonArguments(self._ends)
-        return ParameterArguments(self._ends, self._format.tags, self._schemas.get(opening.name, {}))
-
-    def _cut(self, length: int) -> str:
-        """Remove the beginning of the text that is not parsed yet, and return it."""
-        text, self._text = self._text[:length], self._text[length:]
-        return text
+            return reader.json()
+        return reader.tagged(self._format.tags, self._schemas.get(opening.name, {}))
 
     def _show(self, text: str) -> None:
         """Add a text to the reasoning or the content; leading white space of content waits for other content."""

@@ -20,10 +20,16 @@ def dumps(value: object) -> str:
 def arguments_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the arguments of a call of the history. A text that is no JSON object is the argument `arguments`."""
     arguments = call["function"].get("arguments") or {}
-    if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
-    return arguments if isinstance(arguments, Mapping) else {"arguments": call["function"]["arguments"]}
+    values = object_of(arguments) if isinstance(arguments, str) else arguments
+    return values if isinstance(values, Mapping) else {"arguments": arguments}
+
+
+def object_of(text: str) -> dict[str, Any] | None:
+    """Return the JSON object that a text is, None if it is none."""
+    with suppress(ValueError, RecursionError):
+        value = json.loads(text)
+        return value if isinstance(value, dict) else None
+    return None
 
 
 def json_inside(text: str) -> str:
