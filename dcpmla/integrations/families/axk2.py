@@ -1,6 +1,5 @@
 """A.X-K2: sparse MLA with gates of its heads' outputs, and gates of norms."""
 
-import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,9 +7,8 @@ from torch import Tensor
 
 from dcpmla.config import MLAConfig
 from dcpmla.fields import SIZE, list_of, one_of, optional, whole
-from dcpmla.integrations.checkpoint_names import rename
 from dcpmla.integrations.decoder import load_decoder
-from dcpmla.integrations.families.family import NO_MTP
+from dcpmla.integrations.families.names import name_rules
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.families.sparse import SPARSE_LAYERS, SparseFamily
 from dcpmla.integrations.parts import Parts
@@ -26,14 +24,11 @@ _RULES = {
 
 
 # Names in checkpoints, and in files with transformers' names -> names of modules.
-_NAMES = [
-    (re.compile(pattern), name)
-    for pattern, name in (
-        (r"layernorm\.W_down\.", "layernorm.mlp.fc1."),
-        (r"layernorm\.W_up\.", "layernorm.mlp.fc2."),
-        (r"\.q_gate_proj\.", ".q_b_proj."),
-    )
-]
+_NAMES = name_rules(
+    (r"layernorm\.W_down\.", "layernorm.mlp.fc1."),
+    (r"layernorm\.W_up\.", "layernorm.mlp.fc2."),
+    (r"\.q_gate_proj\.", ".q_b_proj."),
+)
 
 
 @dataclass(frozen=True)
@@ -49,14 +44,6 @@ class _AXK2(SparseFamily):
         for layer in model.model.layers:
             layer.self_attn.q_b_proj = layer.self_attn.q_gate_proj
             del layer.self_attn.q_gate_proj
-
-    def module_name(self, name: str, num_layers: int) -> str:
-        """Return the name of transformers' module for a tensor of a checkpoint."""
-        return rename(super().module_name(name, num_layers), _NAMES)
-
-    def check_mtp(self, config: Any) -> None:
-        """Raise ValueError: no MTP module is known."""
-        raise ValueError(f"speculative_method (--speculative-method) is 'mtp', which A.X-K2 does not have: {NO_MTP}")
 
 
 def _load_gate(parts: Parts, name: str) -> NormGate:
@@ -85,4 +72,11 @@ def _load_decoder(parts: Parts, num_layers: int) -> Decoder:
     return load_decoder(parts, num_layers, "input_layernorm.norm", _load_block)
 
 
-AXK2 = _AXK2("AXK2", Routing(may_lack_groups=True, unchosen_score=0.0), load_decoder=_load_decoder, rules=_RULES)
+AXK2 = _AXK2(
+    "AXK2",
+    Routing(may_lack_groups=True, unchosen_score=0.0),
+    load_decoder=_load_decoder,
+    rules=_RULES,
+    names=_NAMES,
+    no_mtp=", which A.X-K2 does not have",
+)

@@ -1,18 +1,16 @@
 """DeepSeek-V4: attention over a window and compressed entries, blocks over several streams, names of its own."""
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
 from dcpmla.attention.layers.compressed.spec import compressed_stack
 from dcpmla.attention.stack import Stack
 from dcpmla.fields import LARGEST_SIZE, even, only
-from dcpmla.integrations.checkpoint_names import rename
 from dcpmla.integrations.decoder import Shapes, mtp_shapes
 from dcpmla.integrations.families.deepseek_v4_config import check_compressed, compressed_config
-from dcpmla.integrations.families.deepseek_v4_names import RULES
 from dcpmla.integrations.families.deepseek_v4_weights import load_mixed_streams, load_stream_mtp
 from dcpmla.integrations.families.family import NO_MTP, Family
+from dcpmla.integrations.families.names import name_rules
 from dcpmla.integrations.families.routing import Routing
 
 _RULES = {
@@ -20,6 +18,34 @@ _RULES = {
     "attention_bias": only(False),
     "index_head_dim": even(LARGEST_SIZE),
 }
+V4_NAMES = name_rules(  # of the tensors as they are published
+    (r"^embed\.", "model.embed_tokens."),
+    (r"^head\.", "lm_head."),
+    (r"^norm\.", "model.norm."),
+    (r"^hc_head_(fn|base|scale)$", r"model.hc_head.hc_\1"),
+    (r"^layers\.", "model.layers."),
+    (r"(?<!_hc)\.scale$", ".weight_scale_inv"),
+    (r"\.attn\.", ".self_attn."),
+    (r"\.ffn\.", ".mlp."),
+    (r"\.attn_norm\.", ".input_layernorm."),
+    (r"\.ffn_norm\.", ".post_attention_layernorm."),
+    (r"\.hc_(attn|ffn)_(fn|base|scale)$", r".\1_hc.\2"),
+    (r"\.gate\.bias$", ".gate.e_score_correction_bias"),
+    (r"(experts\.(?:\d+\.)?)w1\.", r"\1gate_proj."),
+    (r"(experts\.(?:\d+\.)?)w2\.", r"\1down_proj."),
+    (r"(experts\.(?:\d+\.)?)w3\.", r"\1up_proj."),
+    (r"\.attn_sink$", ".sinks"),
+    (r"\.self_attn\.indexer\.compressor\.", ".self_attn.compressor.indexer."),
+    (r"\.self_attn\.indexer\.weights_proj\.", ".self_attn.compressor.indexer.scorer.weights_proj."),
+    (r"\.self_attn\.indexer\.", ".self_attn.compressor.indexer."),
+    (r"(\.self_attn\.(?:compressor\.)?(?:indexer\.)?)norm\.", r"\1kv_norm."),
+    (r"\.self_attn\.q_norm\.", ".self_attn.q_a_norm."),
+    (r"\.ape$", ".position_bias"),
+    (r"\.wgate\.", ".gate_proj."),
+    (r"\.wkv\.", ".kv_proj."),
+    (r"\.w([qo])_([ab])\.", r".\1_\2_proj."),
+)
+_MTP_NAMES = name_rules((r"^mtp\.0\.norm\.", "mtp.0.shared_head.norm."), (r"^mtp\.0\.", "layers.{mtp}."))
 _WINDOW = (0, "sliding_attention")  # entries of compress_ratios and of layer_types
 
 
@@ -49,11 +75,6 @@ class _DeepseekV4(Family):
     def attention(self, config: Any, has_mtp: bool = False) -> Stack:
         """Return the attention of all layers."""
         return compressed_stack(compressed_config(config))
-
-    def module_name(self, name: str, num_layers: int) -> str:
-        """Return the name of transformers' module, for a published tensor or one that transformers saved."""
-        name = name.replace("mtp.0.norm.", "mtp.0.shared_head.norm.")
-        return rename(re.sub(r"^mtp\.0\.", f"layers.{num_layers}.", name), RULES)
 
     def check_mtp(self, config: Any) -> None:
         """Raise ValueError for a model without an MTP module, or with one that compresses."""
@@ -86,4 +107,5 @@ DEEPSEEK_V4 = _DeepseekV4(
     load_mixed_streams,
     load_stream_mtp,
     rules=_RULES,
+    names=(*_MTP_NAMES, *V4_NAMES),
 )

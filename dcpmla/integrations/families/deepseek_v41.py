@@ -3,7 +3,6 @@
 transformers has no such model; its model of DeepSeek-V4, with the weights of V4.1's attention, has the shapes.
 """
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +10,10 @@ from torch import nn
 
 from dcpmla.attention.layers.compressed.spec import compressed_stack
 from dcpmla.attention.stack import Stack
-from dcpmla.integrations.checkpoint_names import rename
-from dcpmla.integrations.families.deepseek_v4_names import RULES
+from dcpmla.integrations.families.deepseek_v4 import V4_NAMES
 from dcpmla.integrations.families.deepseek_v41_config import RAW_RULES, check_raw, check_shared, shared_config
-from dcpmla.integrations.families.family import NO_MTP, Family
+from dcpmla.integrations.families.family import Family
+from dcpmla.integrations.families.names import name_rules
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.families.streams import load_streams
 from dcpmla.integrations.ngrams import NgramSizes, add_memories, load_memories
@@ -24,11 +23,8 @@ from dcpmla.model.stream_decoder import StreamDecoder
 from dcpmla.model.streams import DelayedCollapse
 from dcpmla.parallel.linear import read_weight
 
-_NAMES = [
-    *RULES,
-    (re.compile(r"\.indexer\.wk\."), ".indexer.k_proj."),
-    (re.compile(r"\.indexer\.k_norm\."), ".indexer.kv_norm."),
-]
+_INDEXER_NAMES = name_rules((r"\.indexer\.wk\.", ".indexer.k_proj."), (r"\.indexer\.k_norm\.", ".indexer.kv_norm."))
+_MODEL_TYPE = "deepseek_v41_text"
 _NOT_QUANTIZED = "self_attn.compressor.indexer.k_proj"
 
 
@@ -39,7 +35,7 @@ class _DeepseekV41(Family):
     def read_config(self, raw: dict[str, Any]) -> Any:
         """Return transformers' config of DeepSeek-V4 with the fields of V4.1."""
         config = super().read_config(raw)
-        config.model_type = "deepseek_v41_text"
+        config.model_type = _MODEL_TYPE
         return config
 
     def translate(self, raw: dict[str, Any]) -> dict[str, Any]:
@@ -68,17 +64,6 @@ class _DeepseekV41(Family):
         if getattr(config, "engram_layer_ids", None):
             add_memories(model, NgramSizes.of(config))
         model._keep_in_fp32_modules = [*(model._keep_in_fp32_modules or ()), _NOT_QUANTIZED]
-
-    def module_name(self, name: str, num_layers: int) -> str:
-        """Return the name of the skeleton's module, for a published tensor."""
-        return rename(name, _NAMES)
-
-    def check_mtp(self, config: Any) -> None:
-        """Raise ValueError: drafts come from another module."""
-        raise ValueError(
-            f"speculative_method (--speculative-method) is 'mtp'; the drafts of {config.model_type} come from a DSpark "
-            f"module, which is not computed: {NO_MTP}"
-        )
 
 
 def _new_indexer(config: Any, has_keys: bool) -> nn.Module:
@@ -111,4 +96,6 @@ DEEPSEEK_V41 = _DeepseekV41(
     check_shared,
     _load_delayed_streams,
     rules=RAW_RULES,
+    names=(*V4_NAMES, *_INDEXER_NAMES),
+    no_mtp=f"; the drafts of {_MODEL_TYPE} come from a DSpark module, which is not computed",
 )

@@ -29,6 +29,7 @@ from dcpmla.indexer_config import IndexerConfig
 from dcpmla.integrations.config_checks import check_model, check_rope_fields
 from dcpmla.integrations.decoder import Shapes, load_mtp
 from dcpmla.integrations.families.family import Family
+from dcpmla.integrations.families.names import name_rules
 from dcpmla.integrations.parts import Parts
 from dcpmla.model.mtp import MtpLayer
 from dcpmla.parallel.linear import read_weight
@@ -107,11 +108,6 @@ class _Dots3(Family):
             num_gates=1,
         )
 
-    def module_name(self, name: str, num_layers: int) -> str:
-        """Return the name of transformers' module; the MTP module's embedding is published outside of its layer."""
-        name = super().module_name(name, num_layers)
-        return name.replace("model.mtp.embed_tokens.", f"model.layers.{num_layers}.embed_tokens.")
-
     def with_mtp_layer(self, config: Any) -> Any:
         """Return a config with the MTP module's layer: an MLP, and attention of the kind that mtp_layer_types has."""
         config = super().with_mtp_layer(config)
@@ -171,4 +167,11 @@ def _load_mtp(parts: Parts, block: str, embedding: Tensor) -> MtpLayer:
     return load_mtp(parts, block, own.to(**parts.placement.factory_kwargs))
 
 
-DOTS3 = _Dots3("Dots3NoteText", check_attention=_check, load_mtp=_load_mtp, rules=_RAW_RULES)
+DOTS3 = _Dots3(
+    "Dots3NoteText",
+    check_attention=_check,
+    load_mtp=_load_mtp,
+    rules=_RAW_RULES,
+    # The MTP module's embedding is published outside of its layer.
+    names=name_rules((r"model\.mtp\.embed_tokens\.", "model.layers.{mtp}.embed_tokens.")),
+)

@@ -14,10 +14,11 @@ from dcpmla.attention.stack import Stack
 from dcpmla.config import MLAConfig
 from dcpmla.fields import Rule
 from dcpmla.hf_quantization import has_quantized_weights
-from dcpmla.integrations.checkpoint_names import TEXT_RULES, rename
 from dcpmla.integrations.config_checks import check_mla, check_model, check_raw_config
 from dcpmla.integrations.decoder import Shapes, load_decoder, load_mtp, mtp_shapes
+from dcpmla.integrations.families.names import TEXT_RULES, NameRules
 from dcpmla.integrations.families.routing import Routing
+from dcpmla.integrations.families.text_model import TextModel
 from dcpmla.integrations.parts import Parts
 from dcpmla.integrations.sharded_model import DecoderModule, MtpModule
 from dcpmla.model.glu import Glu, LayerGlus
@@ -42,6 +43,8 @@ class Family:
         load_mtp: Loader of the MTP module, whose block has a name, over the model's embedding.
         rules: Rules for fields of a config.json that the family has, or of which it has a single value, by name; a
             field of an object as "object.field".
+        names: Rules for names of tensors, after the rules of all families.
+        no_mtp: Reason why no MTP module is computed, which follows "speculative_method is 'mtp'"; empty if one is.
     """
 
     class_prefix: str = "DeepseekV3"
@@ -50,6 +53,8 @@ class Family:
     load_decoder: Callable[[Parts, int], DecoderModule] = load_decoder
     load_mtp: Callable[[Parts, str, Tensor], MtpModule] = load_mtp
     rules: Mapping[str, Rule] = field(default_factory=dict)
+    names: NameRules = ()
+    no_mtp: str = ""
 
     def config_class(self) -> Any:
         """Return transformers' class of configs.
@@ -132,9 +137,10 @@ class Family:
         return LayerGlus(*3 * [Glu(limit, limit)])
 
     def new_model(self, config: Any) -> Any:
-        """Return transformers' causal language model of a config."""
-        name = type(config).__name__.removesuffix("Config").removesuffix("Text")
-        return getattr(transformers, f"{name}ForCausalLM")(config)
+        """Return transformers' causal language model of a config, or its text model with a head."""
+        name = type(config).__name__.removesuffix("Config")
+        whole = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM", None)
+        return TextModel(config, getattr(transformers, f"{name}Model")(config)) if whole is None else whole(config)
 
     def extend(self, model: Any) -> None:
         """Add what the family's models have beyond transformers' model, which has no weights."""
@@ -145,10 +151,14 @@ class Family:
         Args:
             num_layers: Number of the model's layers, and so the number in the MTP module's names.
         """
-        return rename(name, TEXT_RULES)
+        for pattern, called in (*TEXT_RULES, *self.names):
+            name = pattern.sub(called.replace("{mtp}", str(num_layers)), name)
+        return name
 
     def check_mtp(self, config: Any) -> None:
         """Raise ValueError for a model without an MTP module that this package computes."""
+        if self.no_mtp:
+            raise ValueError(f"speculative_method (--speculative-method) is 'mtp'{self.no_mtp}: {NO_MTP}")
         num_modules, name = getattr(config, "num_nextn_predict_layers", None), "num_nextn_predict_layers"
         if num_modules != 1:
             modules = f"{name} {num_modules!r}, and one module is computed" if num_modules else f"no {name}"

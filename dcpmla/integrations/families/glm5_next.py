@@ -1,11 +1,8 @@
 """The text model of GLM-5-Next: linear attention and sparse MLA over pools, over several streams of the residual."""
 
 import copy
-import re
 from dataclasses import dataclass, replace
 from typing import Any
-
-import transformers
 
 from dcpmla.attention.layers.linear.config import DeltaConfig
 from dcpmla.attention.layers.linear.spec import DeltaSpec
@@ -14,11 +11,10 @@ from dcpmla.attention.stack import Stack
 from dcpmla.config import MLAConfig
 from dcpmla.fields import FLAG, OBJECT, SIZE, check_fields, list_of, number, one_of, only, optional, rules_of, whole
 from dcpmla.indexer_config import IndexerConfig
-from dcpmla.integrations.checkpoint_names import rename
-from dcpmla.integrations.families.hybrid import HybridFamily
+from dcpmla.integrations.families.hybrid import HYBRID_NAMES, HybridFamily
+from dcpmla.integrations.families.names import name_rules
 from dcpmla.integrations.families.sparse import SPARSE_LAYERS
 from dcpmla.integrations.families.streams import drop_connections, load_streams, with_single_stream
-from dcpmla.integrations.families.text_model import TextModel
 from dcpmla.integrations.parts import Parts
 from dcpmla.model.mixing import Constants
 from dcpmla.model.stream_decoder import StreamDecoder
@@ -44,7 +40,7 @@ _RAW_RULES = {
     "linear_attn_config.safe_gate": FLAG,
 }
 _DELTA_FIELDS = {"num_heads": "linear_num_heads", "head_dim": "linear_head_dim", "conv_size": "linear_conv_kernel_dim"}
-_NAMES = [(re.compile(r"\.hc_(attn|ffn)_(fn|base|scale)$"), r".\1_hc.\2")]
+_STREAM_NAMES = name_rules((r"\.hc_(attn|ffn)_(fn|base|scale)$", r".\1_hc.\2"))
 
 
 @dataclass(frozen=True)
@@ -91,10 +87,6 @@ class _Glm5Next(HybridFamily):
             ),
         )
 
-    def new_model(self, config: Any) -> TextModel:
-        """Return transformers' text model of a config, with the head."""
-        return TextModel(config, getattr(transformers, f"{self.class_prefix}Model")(config))
-
     def extend(self, model: Any) -> None:
         """Name the weights that are held in float32; an MTP module has no streams."""
         drop_connections(model)
@@ -106,10 +98,6 @@ class _Glm5Next(HybridFamily):
         config = with_single_stream(super().with_mtp_layer(config))
         config.indexer_types = [*types, "full"]
         return config
-
-    def module_name(self, name: str, num_layers: int) -> str:
-        """Return the name of transformers' module."""
-        return rename(super().module_name(name, num_layers), _NAMES)
 
 
 def _index_layers(config: Any) -> tuple[int, ...]:
@@ -158,4 +146,10 @@ def _load_decoder(parts: Parts, num_layers: int) -> StreamDecoder:
     return load_streams(parts, num_layers, constants, collapses=True, to_head=to_head)
 
 
-GLM5_NEXT = _Glm5Next("Glm5NextText", check_attention=_check, load_decoder=_load_decoder, rules=_RAW_RULES)
+GLM5_NEXT = _Glm5Next(
+    "Glm5NextText",
+    check_attention=_check,
+    load_decoder=_load_decoder,
+    rules=_RAW_RULES,
+    names=(*HYBRID_NAMES, *_STREAM_NAMES),
+)

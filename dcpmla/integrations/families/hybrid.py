@@ -1,6 +1,5 @@
 """Families of layers of MLA and of Kimi Delta Attention, and Ling."""
 
-import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,25 +9,22 @@ from dcpmla.attention.mla.latent_spec import LatentSpec
 from dcpmla.attention.stack import Stack
 from dcpmla.config import MLAConfig
 from dcpmla.fields import FLAG, check_fields, list_of, number, one_of, only, optional, rules_of, whole
-from dcpmla.integrations.checkpoint_names import rename
 from dcpmla.integrations.config_checks import check_rope
 from dcpmla.integrations.families.family import Family
+from dcpmla.integrations.families.names import name_rules
 from dcpmla.model.glu import SWIGLU, LayerGlus, clamp_after_silu
 
-_NAMES = [
-    (re.compile(pattern), name)
-    for pattern, name in (
-        (r"\.block_sparse_moe\.", ".mlp."),  # Kimi's
-        (r"(\.experts\.\d+)\.w1\.", r"\1.gate_proj."),
-        (r"(\.experts\.\d+)\.w2\.", r"\1.down_proj."),
-        (r"(\.experts\.\d+)\.w3\.", r"\1.up_proj."),
-        (r"^model\.word_embeddings\.", "model.embed_tokens."),  # Ling's
-        (r"\.attention\.", ".self_attn."),
-        (r"\.self_attn\.dense\.", ".self_attn.o_proj."),
-        (r"\.mlp\.gate\.expert_bias$", ".mlp.gate.e_score_correction_bias"),
-        (r"^(model\.layers\.\d+)\.final_layernorm\.", r"\1.shared_head.norm."),  # Ling's MTP module
-    )
-]
+HYBRID_NAMES = name_rules(
+    (r"\.block_sparse_moe\.", ".mlp."),  # Kimi's
+    (r"(\.experts\.\d+)\.w1\.", r"\1.gate_proj."),
+    (r"(\.experts\.\d+)\.w2\.", r"\1.down_proj."),
+    (r"(\.experts\.\d+)\.w3\.", r"\1.up_proj."),
+    (r"^model\.word_embeddings\.", "model.embed_tokens."),  # Ling's
+    (r"\.attention\.", ".self_attn."),
+    (r"\.self_attn\.dense\.", ".self_attn.o_proj."),
+    (r"\.mlp\.gate\.expert_bias$", ".mlp.gate.e_score_correction_bias"),
+    (r"^(model\.layers\.\d+)\.final_layernorm\.", r"\1.shared_head.norm."),  # Ling's MTP module
+)
 _TYPES = ("full_attention", "linear_attention")
 _DELTA_FIELDS = {
     "num_heads": "linear_num_heads",
@@ -73,10 +69,6 @@ class HybridFamily(Family):
         mla, linear = self.mla(config), DeltaSpec(self.delta(config))
         layers = (linear if each == "linear_attention" else LatentSpec(mla) for each in config.layer_types)
         return Stack(mla, tuple(layers))
-
-    def module_name(self, name: str, num_layers: int) -> str:
-        """Return the name of transformers' module, by the names of the experts, too."""
-        return rename(super().module_name(name, num_layers), _NAMES)
 
     def with_mtp_layer(self, config: Any) -> Any:
         """Return a config with the MTP module's decoder layer, which has MLA."""
@@ -133,4 +125,4 @@ def _check_ling(config: Any) -> None:
             )
 
 
-LING = _Ling("BailingHybrid", check_attention=_check_ling, rules=_LING_RULES)
+LING = _Ling("BailingHybrid", check_attention=_check_ling, rules=_LING_RULES, names=HYBRID_NAMES)

@@ -7,8 +7,7 @@ from dcpmla.attention.layers.linear.config import DeltaConfig
 from dcpmla.config import MLAConfig
 from dcpmla.fields import FLAG, OBJECT, SIZE, list_of, number, one_of, only, optional, whole
 from dcpmla.integrations.decoder import load_decoder
-from dcpmla.integrations.families.family import NO_MTP
-from dcpmla.integrations.families.hybrid import HybridFamily, check_hybrid
+from dcpmla.integrations.families.hybrid import HYBRID_NAMES, HybridFamily, check_hybrid
 from dcpmla.integrations.families.kimi_k3 import K3Fields, extend_to_k3, load_sum_decoder
 from dcpmla.integrations.parts import Parts
 from dcpmla.integrations.sharded_model import DecoderModule
@@ -70,13 +69,6 @@ class _Kimi(HybridFamily):
             else LayerGlus(*3 * [Glu(bounds[0], bounds[1], is_smooth=True)])
         )
 
-    def check_mtp(self, config: Any) -> None:
-        """Raise ValueError: no published model has a module."""
-        raise ValueError(
-            f"speculative_method (--speculative-method) is 'mtp'; MTP modules of {config.model_type} are not "
-            f"computed: {NO_MTP}"
-        )
-
     def extend(self, model: Any) -> None:
         """Give Kimi Linear's model the weights of Kimi-K3's."""
         extend_to_k3(model)
@@ -96,4 +88,11 @@ def _load_decoder(parts: Parts, num_layers: int) -> DecoderModule:
     return load_sum_decoder(parts, num_layers) if is_mixed else load_decoder(parts, num_layers)
 
 
-KIMI_LINEAR = _Kimi("KimiLinear", check_attention=check_hybrid, load_decoder=_load_decoder, rules=_RULES)
+KIMI_LINEAR = _Kimi(
+    "KimiLinear",
+    check_attention=check_hybrid,
+    load_decoder=_load_decoder,
+    rules=_RULES,
+    names=HYBRID_NAMES,
+    no_mtp="; MTP modules of kimi_linear are not computed",
+)

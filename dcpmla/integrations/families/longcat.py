@@ -13,6 +13,7 @@ from dcpmla.config import MLAConfig
 from dcpmla.fields import one_of, only
 from dcpmla.integrations.decoder import Shapes, load_decoder
 from dcpmla.integrations.families.family import Family
+from dcpmla.integrations.families.names import name_rules
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.parts import Parts
 from dcpmla.model.block import ShortcutBlock
@@ -26,6 +27,12 @@ _RULES = {
     # LongCat-Flash-Lite adds embeddings of n-grams.
     **dict.fromkeys(("ngram_vocab_size_ratio", "emb_neighbor_num", "emb_split_num"), only(None)),
 }
+_NAMES = name_rules(  # of the MTP module, to names like DeepSeek-V3's
+    (r"model\.mtp\.layers\.0\.", "model.layers.{mtp}."),
+    (r"model\.mtp\.norm\.", "model.layers.{mtp}.shared_head.norm."),
+    (r"\.transformer_layer\.mlp\.", ".mlp."),
+    (r"norm\.m\.weight", "norm.weight"),
+)
 
 
 @dataclass(frozen=True)
@@ -49,12 +56,6 @@ class _Longcat(Family):
     def with_mtp_layer(self, config: Any) -> Any:
         """Return the config unchanged."""
         return config
-
-    def module_name(self, name: str, num_layers: int) -> str:
-        """Return the name of transformers' module, or one like DeepSeek-V3's in the MTP module."""
-        name, block = super().module_name(name, num_layers), f"model.layers.{num_layers}."
-        name = name.replace("model.mtp.layers.0.", block).replace("model.mtp.norm.", f"{block}shared_head.norm.")
-        return name.replace(".transformer_layer.mlp.", ".mlp.").replace("norm.m.weight", "norm.weight")
 
     def mtp_shapes(self, config: Any, block: str, of_model: Shapes) -> Shapes:
         """Return the shapes of all weights of the MTP module, some as in the first half of a block."""
@@ -89,4 +90,5 @@ LONGCAT = _Longcat(
     ),
     load_decoder=partial(load_decoder, first_norm="input_layernorm.0", load=_load_block),
     rules=_RULES,
+    names=_NAMES,
 )

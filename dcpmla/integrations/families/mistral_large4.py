@@ -1,22 +1,17 @@
 """The text model of Mistral Large 4: sparse MLA with and without positions, whose queries have factors."""
 
-import re
 from dataclasses import dataclass, replace
 from typing import Any
-
-import transformers
 
 from dcpmla.attention.mla.factored_spec import FactoredSpec, without_positions
 from dcpmla.attention.stack import Stack
 from dcpmla.config import MLAConfig
 from dcpmla.fields import Rule, list_of, number, one_of, only, optional, whole
-from dcpmla.integrations.checkpoint_names import rename
 from dcpmla.integrations.config_checks import check_mla
 from dcpmla.integrations.decoder import load_decoder
-from dcpmla.integrations.families.family import NO_MTP
+from dcpmla.integrations.families.names import name_rules
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.families.sparse import SPARSE_LAYERS, SparseFamily
-from dcpmla.integrations.families.text_model import TextModel
 from dcpmla.integrations.parts import Parts
 from dcpmla.model.block import Decoder
 from dcpmla.parallel.linear import fill, read_weight
@@ -32,29 +27,26 @@ _RULES = {
     "layer_types": optional(list_of(one_of(SPARSE_LAYERS))),
     "mlp_layer_types": optional(list_of(one_of(("dense", "sparse")))),
 }
-_NAMES = [
-    (re.compile(pattern), name)
-    for pattern, name in (
-        (r"^tok_embeddings\.", "model.embed_tokens."),
-        (r"^lerope\.", "model.rotary_emb."),
-        (r"^(layers|norm)\.", r"model.\1."),
-        (r"^output\.", "lm_head."),
-        (r"(\.layers\.\d+)\.attention\.", r"\1.self_attn."),
-        (r"\.self_attn\.w([qo])\.", r".self_attn.\1_proj."),
-        (r"\.self_attn\.wkv_a_with_mqa\.", ".self_attn.kv_a_proj_with_mqa."),
-        (r"\.self_attn\.wkv_b\.", ".self_attn.kv_b_proj."),
-        (r"\.self_attn\.kv_a_norm\.", ".self_attn.kv_a_layernorm."),
-        (r"\.ssmax_scaling\.s$", ".softmax_scaling.scale"),
-        (r"\.ssmax_scaling\.b$", ".softmax_scaling.bias"),
-        (r"\.attention_norm\.", ".input_layernorm."),
-        (r"\.ffn_norm\.", ".post_attention_layernorm."),
-        (r"\.feed_forward\.", ".mlp."),
-        (r"(\.layers\.\d+)\.(gate|experts|shared_experts)\.", r"\1.mlp.\2."),
-        (r"(\.mlp\b.*)\.w1\.", r"\1.gate_proj."),
-        (r"(\.mlp\b.*)\.w2\.", r"\1.down_proj."),
-        (r"(\.mlp\b.*)\.w3\.", r"\1.up_proj."),
-    )
-]
+_NAMES = name_rules(  # Mistral's own
+    (r"^tok_embeddings\.", "model.embed_tokens."),
+    (r"^lerope\.", "model.rotary_emb."),
+    (r"^(layers|norm)\.", r"model.\1."),
+    (r"^output\.", "lm_head."),
+    (r"(\.layers\.\d+)\.attention\.", r"\1.self_attn."),
+    (r"\.self_attn\.w([qo])\.", r".self_attn.\1_proj."),
+    (r"\.self_attn\.wkv_a_with_mqa\.", ".self_attn.kv_a_proj_with_mqa."),
+    (r"\.self_attn\.wkv_b\.", ".self_attn.kv_b_proj."),
+    (r"\.self_attn\.kv_a_norm\.", ".self_attn.kv_a_layernorm."),
+    (r"\.ssmax_scaling\.s$", ".softmax_scaling.scale"),
+    (r"\.ssmax_scaling\.b$", ".softmax_scaling.bias"),
+    (r"\.attention_norm\.", ".input_layernorm."),
+    (r"\.ffn_norm\.", ".post_attention_layernorm."),
+    (r"\.feed_forward\.", ".mlp."),
+    (r"(\.layers\.\d+)\.(gate|experts|shared_experts)\.", r"\1.mlp.\2."),
+    (r"(\.mlp\b.*)\.w1\.", r"\1.gate_proj."),
+    (r"(\.mlp\b.*)\.w2\.", r"\1.down_proj."),
+    (r"(\.mlp\b.*)\.w3\.", r"\1.up_proj."),
+)
 
 
 @dataclass(frozen=True)
@@ -88,21 +80,6 @@ class _MistralLarge4(SparseFamily):
                 )
                 for layer, (spec, source) in enumerate(zip(plain.layers, config.kv_source_layers, strict=True))
             ),
-        )
-
-    def new_model(self, config: Any) -> TextModel:
-        """Return transformers' text model of a config, with the head."""
-        return TextModel(config, getattr(transformers, f"{self.class_prefix}Model")(config))
-
-    def module_name(self, name: str, num_layers: int) -> str:
-        """Return the name of transformers' module, by Mistral's own names, too."""
-        return rename(super().module_name(name, num_layers), _NAMES)
-
-    def check_mtp(self, config: Any) -> None:
-        """Raise ValueError: the module is not computed."""
-        raise ValueError(
-            "speculative_method (--speculative-method) is 'mtp'; Mistral Large 4 has a DSpark model instead, and this "
-            f"module (mtp_dspark) is not computed: {NO_MTP}"
         )
 
 
@@ -158,5 +135,7 @@ MISTRAL_LARGE4 = _MistralLarge4(
     check_attention=_check,
     load_decoder=_load_decoder,
     rules=_RULES,
+    names=_NAMES,
+    no_mtp="; Mistral Large 4 has a DSpark model instead, and this module (mtp_dspark) is not computed",
     rope_interleaved=True,
 )
