@@ -8,10 +8,10 @@ from dcpmla.attention.stack import Stack
 from dcpmla.fields import LARGEST_SIZE, even, only
 from dcpmla.integrations.decoder import Shapes, mtp_shapes
 from dcpmla.integrations.families.deepseek_v4_config import check_compressed, compressed_config
-from dcpmla.integrations.families.deepseek_v4_weights import load_mixed_streams, load_stream_mtp
 from dcpmla.integrations.families.family import NO_MTP, Family
 from dcpmla.integrations.families.names import name_rules
 from dcpmla.integrations.families.routing import Routing
+from dcpmla.integrations.families.streams import load_stream_mtp, load_streams
 
 _RULES = {
     **dict.fromkeys(("num_key_value_heads", "n_shared_experts"), only(1)),
@@ -104,7 +104,7 @@ DEEPSEEK_V4 = _DeepseekV4(
     "DeepseekV4",
     Routing(scoring=None, group_score="max"),
     check_compressed,
-    load_mixed_streams,
+    load_streams,
     load_stream_mtp,
     rules=_RULES,
     names=(*_MTP_NAMES, *V4_NAMES),

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from dcpmla.attention.layers.linear.config import DeltaConfig
@@ -15,11 +16,7 @@ from dcpmla.integrations.families.hybrid import HYBRID_NAMES, HybridFamily
 from dcpmla.integrations.families.names import name_rules
 from dcpmla.integrations.families.sparse import SPARSE_LAYERS
 from dcpmla.integrations.families.streams import drop_connections, load_streams, with_single_stream
-from dcpmla.integrations.parts import Parts
-from dcpmla.model.mixing import Constants
-from dcpmla.model.stream_decoder import StreamDecoder
 from dcpmla.model.streams import StreamMean
-from dcpmla.parallel.linear import read_weight
 
 _PADDING = 64  # columns of zeros where other models have k_pe: rows have the width that kernels take
 _IN_FLOAT32 = ("attn_hc.fn", "ffn_hc.fn", "index_kpool_compress_ape")
@@ -137,19 +134,10 @@ def _check(config: Any) -> None:
     _index_layers(config)
 
 
-def _load_decoder(parts: Parts, num_layers: int) -> StreamDecoder:
-    """Load a decoder whose head takes the mean of the streams."""
-    config = parts.model.config
-    constants = Constants(config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters)
-    norm = read_weight(parts.weights, "model.norm.weight", (config.hidden_size,))
-    to_head = StreamMean(norm, config.rms_norm_eps).to(parts.placement.device)
-    return load_streams(parts, num_layers, constants, collapses=True, to_head=to_head)
-
-
 GLM5_NEXT = _Glm5Next(
     "Glm5NextText",
     check_attention=_check,
-    load_decoder=_load_decoder,
+    load_decoder=partial(load_streams, collapse=StreamMean, collapses=True),
     rules=_RAW_RULES,
     names=(*HYBRID_NAMES, *_STREAM_NAMES),
 )

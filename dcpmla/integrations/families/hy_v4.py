@@ -1,6 +1,7 @@
 """HY V4: sparse MLA with gates and sinks, over independent streams of the residual; and the text model of HY V4 VL."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from dcpmla.config import MLAConfig
@@ -9,10 +10,8 @@ from dcpmla.integrations.config_checks import check_mla
 from dcpmla.integrations.families.names import name_rules
 from dcpmla.integrations.families.sparse import SPARSE_LAYERS, SparseFamily
 from dcpmla.integrations.families.streams import drop_connections, load_streams, with_single_stream
-from dcpmla.integrations.parts import Parts
 from dcpmla.model.glu import SWIGLU, LayerGlus
 from dcpmla.model.mixing import Constants
-from dcpmla.model.stream_decoder import StreamDecoder
 
 _NAMES = name_rules(
     (r"\.hc_pre\.hc_", ".hc_"),
@@ -93,13 +92,12 @@ def _check(config: Any) -> None:
     check_fields(_RULES, vars(config))
 
 
-def _load_decoder(parts: Parts, num_layers: int) -> StreamDecoder:
-    """Load a decoder whose streams are not mixed with each other."""
-    config = parts.model.config
-    constants = Constants(config.rms_norm_eps, config.hc_eps, 0, config.hc_magnitude, post_eps=config.hc_eps)
-    return load_streams(parts, num_layers, constants, collapses=True)
+def _constants(config: Any) -> Constants:
+    """Return the constants of streams that are not mixed with each other."""
+    return Constants(config.rms_norm_eps, config.hc_eps, 0, config.hc_magnitude, post_eps=config.hc_eps)
 
 
+_load_decoder = partial(load_streams, constants_of=_constants, collapses=True)
 HY_V4 = _HyV4("HYV4", check_attention=_check, load_decoder=_load_decoder, rules=_RAW_RULES, names=_NAMES)
 HY_V4_VL = _HyV4Vl(
     "HYV4VLText",

@@ -1,17 +1,21 @@
 """Kimi Linear, and the text model of Kimi-K3, which has the same model type and more fields."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
 
 from dcpmla.attention.layers.linear.config import DeltaConfig
 from dcpmla.config import MLAConfig
 from dcpmla.fields import FLAG, OBJECT, SIZE, list_of, number, one_of, only, optional, whole
 from dcpmla.integrations.decoder import load_decoder
 from dcpmla.integrations.families.hybrid import HYBRID_NAMES, HybridFamily, check_hybrid
-from dcpmla.integrations.families.kimi_k3 import K3Fields, extend_to_k3, load_sum_decoder
 from dcpmla.integrations.parts import Parts
 from dcpmla.integrations.sharded_model import DecoderModule
 from dcpmla.model.glu import Glu, LayerGlus
+from dcpmla.model.sum_decoder import SumBlock, SumDecoder
+from dcpmla.model.sums import Mixer
 
 _LAYERS = list_of(whole(1, 1024))
 _RULES = {
@@ -29,6 +33,39 @@ _RULES = {
     "linear_attn_config.use_full_rank_gate": FLAG,
     "linear_attn_config.gate_lower_bound": optional(number(-100, 0)),
 }
+
+
+class _K3Fields(NamedTuple):
+    """Kimi-K3's fields of a config, which Kimi Linear's need not have.
+
+    Attributes:
+        group_size: Layers of a group, whose outputs have a sum of their own; None for one sum of all.
+        latent_size: Width of the routed experts' rows; None for the hidden size.
+        has_latent_norm: Whether the sum of routed experts is normed.
+        gates_output: Whether MLA has a gate for each column of its output.
+        has_full_gate: Whether gates of linear attention are projected at once, not through a low rank.
+        decay_floor: Same as in `DeltaConfig`.
+    """
+
+    group_size: int | None
+    latent_size: int | None
+    has_latent_norm: bool
+    gates_output: bool
+    has_full_gate: bool
+    decay_floor: float | None
+
+    @classmethod
+    def of(cls, config: Any) -> "_K3Fields":
+        """Return the fields of a transformers config."""
+        linear = getattr(config, "linear_attn_config", None) or {}
+        return cls(
+            getattr(config, "attn_res_block_size", None),
+            getattr(config, "routed_expert_hidden_size", None),
+            getattr(config, "latent_moe_use_norm", False),
+            getattr(config, "mla_use_output_gate", False),
+            linear.get("use_full_rank_gate", False),
+            linear.get("gate_lower_bound"),
+        )
 
 
 @dataclass(frozen=True)
@@ -51,12 +88,12 @@ class _Kimi(HybridFamily):
 
     def mla(self, config: Any) -> MLAConfig:
         """Return the geometry of layers of MLA, which have no positions; K3's have a gate for each column of a head."""
-        gates_output = K3Fields.of(config).gates_output
+        gates_output = _K3Fields.of(config).gates_output
         return replace(super().mla(config), use_rope=False, num_gates=config.v_head_dim if gates_output else 0)
 
     def delta(self, config: Any) -> DeltaConfig:
         """Return the geometry of layers of linear attention."""
-        fields = K3Fields.of(config)
+        fields = _K3Fields.of(config)
         low_ranks = "f" if fields.has_full_gate else "fg"
         return replace(super().delta(config), low_ranks=low_ranks, decay_floor=fields.decay_floor)
 
@@ -71,7 +108,7 @@ class _Kimi(HybridFamily):
 
     def extend(self, model: Any) -> None:
         """Give Kimi Linear's model the weights of Kimi-K3's."""
-        extend_to_k3(model)
+        _extend_to_k3(model)
 
 
 def _check_layers(kda_layers: list[int], full_attn_layers: list[int], num_layers: object) -> None:
@@ -83,9 +120,63 @@ def _check_layers(kda_layers: list[int], full_attn_layers: list[int], num_layers
         )
 
 
+def _extend_to_k3(model: Any) -> None:
+    """Change modules of transformers' Kimi Linear into Kimi-K3's, by the config's fields."""
+    config, fields = model.config, _K3Fields.of(model.config)
+    for layer in model.model.layers:
+        if fields.group_size is not None:
+            _add_mixture(layer, "self_attention_res", config.hidden_size)
+            _add_mixture(layer, "mlp_res", config.hidden_size)
+        is_linear = hasattr(layer.self_attn, "g_a_proj")
+        if is_linear and fields.has_full_gate:
+            del layer.self_attn.g_a_proj, layer.self_attn.g_b_proj
+        if fields.has_full_gate if is_linear else fields.gates_output:
+            width = layer.self_attn.o_proj.in_features
+            layer.self_attn.g_proj = nn.Linear(config.hidden_size, width, bias=False)
+        if fields.latent_size is not None and hasattr(layer.mlp, "experts"):
+            _narrow_experts(layer.mlp, config.hidden_size, fields.latent_size, fields.has_latent_norm)
+    if fields.group_size is not None:
+        _add_mixture(model.model, "output_attn_res", config.hidden_size)
+
+
+def _add_mixture(module: nn.Module, name: str, hidden_size: int) -> None:
+    module.add_module(f"{name}_norm", nn.RMSNorm(hidden_size))
+    module.add_module(f"{name}_proj", nn.Linear(hidden_size, 1, bias=False))
+
+
+def _narrow_experts(mlp: Any, hidden_size: int, width: int, has_norm: bool) -> None:
+    """Give routed experts the width of latents, and the projections to latents and back."""
+    num_experts, _, size = mlp.experts.down_proj.shape
+    mlp.experts.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * size, width))
+    mlp.experts.down_proj = nn.Parameter(torch.empty(num_experts, width, size))
+    mlp.routed_expert_down_proj = nn.Linear(hidden_size, width, bias=False)
+    mlp.routed_expert_up_proj = nn.Linear(width, hidden_size, bias=False)
+    if has_norm:
+        mlp.routed_expert_norm = nn.RMSNorm(width)
+
+
+def _load_sum_decoder(parts: Parts, num_layers: int) -> SumDecoder:
+    """Load a decoder whose blocks come in groups."""
+    group_size = _K3Fields.of(parts.model.config).group_size
+    assert group_size is not None
+
+    def mixer(name: str, norm: str, stores: bool = False) -> Mixer:
+        score = parts.vector(f"{name}_norm.weight").float() * parts.vector(f"{name}_proj.weight")[0].float()
+        return Mixer(score, parts.vector(f"{norm}.weight"), parts.eps, stores)
+
+    blocks = []
+    for index, name in enumerate(parts.layer_names(num_layers)):
+        attention, layer = parts.attention(f"{name}.self_attn")
+        begins = index % group_size == 0
+        to_attention = mixer(f"{name}.self_attention_res", f"{name}.input_layernorm", begins)
+        to_mlp = mixer(f"{name}.mlp_res", f"{name}.post_attention_layernorm")
+        blocks.append(SumBlock(layer, attention, parts.mlp(f"{name}.mlp"), (to_attention, to_mlp), parts.reduce))
+    return SumDecoder(parts.vector("model.embed_tokens.weight"), blocks, mixer("model.output_attn_res", "model.norm"))
+
+
 def _load_decoder(parts: Parts, num_layers: int) -> DecoderModule:
-    is_mixed = K3Fields.of(parts.model.config).group_size is not None
-    return load_sum_decoder(parts, num_layers) if is_mixed else load_decoder(parts, num_layers)
+    is_mixed = _K3Fields.of(parts.model.config).group_size is not None
+    return _load_sum_decoder(parts, num_layers) if is_mixed else load_decoder(parts, num_layers)
 
 
 KIMI_LINEAR = _Kimi(

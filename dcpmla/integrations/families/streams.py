@@ -1,31 +1,57 @@
 """From a checkpoint to a decoder over several streams of the residual (DeepSeek-V4, HY V4, GLM-5-Next)."""
 
+from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
+from dcpmla.integrations.decoder import read_norm, read_projections
 from dcpmla.integrations.parts import Parts
 from dcpmla.model.mixing import Constants, Projection
-from dcpmla.model.stream_decoder import StreamBlock, StreamDecoder
+from dcpmla.model.stream_decoder import StreamBlock, StreamDecoder, StreamMtpLayer
 from dcpmla.model.streams import Connection, DelayedCollapse, StreamMean
 from dcpmla.parallel.linear import read_weight
+
+
+def mixing_constants(config: Any) -> Constants:
+    """Return the constants of DeepSeek-V4's hyper-connections."""
+    return Constants(config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters)
 
 
 def load_streams(
     parts: Parts,
     num_layers: int,
-    constants: Constants,
+    constants_of: Callable[[Any], Constants] = mixing_constants,
+    collapse: type[StreamMean] | type[DelayedCollapse] | None = None,
     collapses: bool = False,
-    to_head: Connection | StreamMean | DelayedCollapse | None = None,
 ) -> StreamDecoder:
-    """Load the decoder (`StreamDecoder`).
+    """Load the decoder.
 
     Args:
-        to_head: Collapse of the streams; None to load it.
+        constants_of: Function of a transformers config.
+        collapse: Class of the collapse of the streams; None for a hyper-connection.
+        collapses: Same as in `StreamDecoder`.
     """
+    config, constants = parts.model.config, constants_of(parts.model.config)
     blocks = [load_stream_block(parts, name, constants) for name in parts.layer_names(num_layers)]
-    if to_head is None:
+    to_head: Connection | StreamMean | DelayedCollapse
+    if collapse is None:
         to_head = load_connection(parts, "model.hc_head.hc_", "model.norm.weight", constants, is_head=True)
-    num_streams = parts.model.config.hc_mult
-    return StreamDecoder(parts.vector("model.embed_tokens.weight"), blocks, num_streams, to_head, collapses)
+    else:
+        norm = read_weight(parts.weights, "model.norm.weight", (config.hidden_size,))
+        to_head = collapse(norm, config.rms_norm_eps).to(parts.placement.device)
+    return StreamDecoder(parts.vector("model.embed_tokens.weight"), blocks, config.hc_mult, to_head, collapses)
+
+
+def load_stream_mtp(parts: Parts, block: str, embedding: Tensor) -> StreamMtpLayer:
+    """Load DeepSeek-V4's MTP module, whose block has a name."""
+    config, constants = parts.model.config, mixing_constants(parts.model.config)
+    input_norms = read_norm(parts, f"{block}.enorm.weight"), read_norm(parts, f"{block}.hnorm.weight")
+    of_embedding, of_stream = read_projections(parts, block, "e_proj", "h_proj")
+    to_head = load_connection(parts, f"{block}.hc_head_", f"{block}.shared_head.norm.weight", constants, is_head=True)
+    projections, stream_block = (of_embedding, of_stream), load_stream_block(parts, block, constants)
+    sizes = config.hc_mult, config.rms_norm_eps
+    return StreamMtpLayer(embedding, *input_norms, projections, stream_block, to_head, *sizes)
 
 
 def load_stream_block(parts: Parts, name: str, constants: Constants) -> StreamBlock:
