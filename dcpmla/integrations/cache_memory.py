@@ -9,33 +9,25 @@ import torch.distributed as dist
 
 from dcpmla.cache.plan import CachePlan
 from dcpmla.cache.states import num_states
-from dcpmla.config import DCPConfig
 from dcpmla.integrations.decode_graphs import GraphMaker
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.sharded_model import ShardedModel
-from dcpmla.parallel.mesh import DCPMesh
 
 _EMPTY_BLOCK_BYTES = 4096  # assumed size of a block in a model with only windows, which store nothing in blocks
 
 
 def plan_cache(
-    model: ShardedModel,
-    dcp: DCPConfig,
-    mesh: DCPMesh,
-    seq_lens: Sequence[int] | None,
-    num_bytes: int,
-    num_running: int,
-    num_drafts: int,
+    model: ShardedModel, seq_lens: Sequence[int] | None, num_bytes: int, num_running: int, num_drafts: int
 ) -> CachePlan:
     """Plan the blocks that the sequences need together, or that fit on the rank with the least memory, and states, if
     the model has them, of all requests that may run and of some remembered ones.
     """
     lens = list(seq_lens) if seq_lens else [1]
-    plan = model.attention.plan_cache(dcp, lens, model.dtype, num_states(num_running), num_drafts)
+    plan = model.attention.plan_cache(model.placement.dcp, lens, model.dtype, num_states(num_running), num_drafts)
     block_bytes = plan.bytes_per_block or _EMPTY_BLOCK_BYTES
     state_bytes = plan.num_states * plan.bytes_per_state
     affordable = torch.tensor(max(0, num_bytes - state_bytes) // block_bytes, device=model.device)
-    dist.all_reduce(affordable, op=dist.ReduceOp.MIN, group=mesh.tp_group)
+    dist.all_reduce(affordable, op=dist.ReduceOp.MIN, group=model.placement.mesh.tp_group)
     longest = -(-max(lens) // plan.block_tokens) * block_bytes
     if int(affordable) * block_bytes < longest:
         states = f" beside {state_bytes:,} for the states of {plan.num_states} requests" if plan.num_states else ""

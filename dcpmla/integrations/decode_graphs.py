@@ -9,9 +9,7 @@ from tqdm import tqdm
 
 from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.cache.layers import Cache
-from dcpmla.config import DCPConfig
 from dcpmla.integrations.sharded_model import ShardedModel
-from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.capture import CannotCapture, Track
 from dcpmla.runtime.graph import StepGraph
 
@@ -35,17 +33,10 @@ class GraphMaker:
     """
 
     def __init__(
-        self,
-        name: str,
-        new: NewGraph,
-        model: ShardedModel,
-        dcp: DCPConfig,
-        mesh: DCPMesh,
-        max_model_len: int,
-        max_num_seqs: int,
-        num_drafts: int,
+        self, name: str, new: NewGraph, model: ShardedModel, max_model_len: int, max_num_seqs: int, num_drafts: int
     ) -> None:
-        self._name, self._new, self._model, self._dcp, self._mesh = name, new, model, dcp, mesh
+        self._name, self._new, self._model = name, new, model
+        self._dcp, self._mesh = model.placement.dcp, model.placement.mesh
         self._max_model_len, self._max_num_seqs, self._num_drafts = max_model_len, max_num_seqs, num_drafts
         self._has_failed = False
 

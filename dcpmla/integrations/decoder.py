@@ -9,7 +9,6 @@ from torch import Tensor
 from dcpmla.integrations.parts import Parts
 from dcpmla.model.block import Decoder, DecoderBlock, ShortcutBlock
 from dcpmla.model.mtp import MtpLayer
-from dcpmla.parallel.linear import Linear, read_linear, read_weight
 
 Shapes = dict[str, tuple[int, ...]]  # shapes of weights by their names
 # Function of parts, a layer's name and the weight of the norm after the layer.
@@ -21,9 +20,9 @@ def load_block(parts: Parts, name: str, output_norm: Tensor) -> DecoderBlock:
     attention, layer = parts.attention(f"{name}.self_attn")
     norms = parts.vector(f"{name}.post_attention_layernorm.weight"), output_norm
     mlp = parts.mlp(f"{name}.mlp")
-    has_norm = hasattr(parts.model.get_submodule(f"{name}.mlp"), "post_mlp_layernorm")
-    mlp_norm = parts.vector(f"{name}.mlp.post_mlp_layernorm.weight") if has_norm else None
-    return DecoderBlock(layer, attention, mlp, *norms, parts.eps, parts.reduce, mlp_norm)
+    mlp_norm = f"{name}.mlp.post_mlp_layernorm.weight"
+    last = parts.vector(mlp_norm) if mlp_norm in parts.shapes else None
+    return DecoderBlock(layer, attention, mlp, *norms, parts.eps, parts.reduce, last)
 
 
 def load_decoder(
@@ -61,28 +60,9 @@ def load_mtp(parts: Parts, block: str, embedding: Tensor) -> MtpLayer:
         block: Name of the block.
         embedding: Embedding of the model.
     """
-    name = f"{block}.mlp"
-    mlp = parts.dense(name) if f"{name}.gate_proj.weight" in parts.weights else parts.mlp(name)
-    attention, layer = parts.attention(f"{block}.self_attn")
-    enorm, hnorm, input_norm, second_norm, output_norm = (
-        read_norm(parts, f"{block}.{name}.weight")
-        for name in ("enorm", "hnorm", "input_layernorm", "post_attention_layernorm", "shared_head.norm")
+    decoder_block = load_block(parts, block, parts.vector(f"{block}.shared_head.norm.weight"))
+    enorm, hnorm, input_norm = (
+        parts.vector(f"{block}.{name}.weight") for name in ("enorm", "hnorm", "input_layernorm")
     )
-    decoder_block = DecoderBlock(layer, attention, mlp, second_norm, output_norm, parts.eps, parts.reduce)
-    (projection,) = read_projections(parts, block, "eh_proj")
+    projection = parts.linear(f"{block}.eh_proj.weight")
     return MtpLayer(embedding, enorm, hnorm, projection, input_norm, decoder_block, parts.eps)
-
-
-def read_norm(parts: Parts, name: str) -> Tensor:
-    """Return the weight of a norm that transformers' model lacks."""
-    return read_weight(parts.weights, name, (parts.model.config.hidden_size,)).to(**parts.placement.factory_kwargs)
-
-
-def read_projections(parts: Parts, block: str, *names: str) -> list[Linear]:
-    """Load an MTP module's projections, whole."""
-    size = parts.model.config.hidden_size
-    shape = size, 2 * size // len(names)
-    linears = [Linear(shape[1], size, **parts.placement.factory_kwargs) for _ in names]
-    for linear, name in zip(linears, names, strict=True):
-        linear.load(read_linear(parts.weights, f"{block}.{name}.weight", shape))
-    return linears

@@ -18,11 +18,10 @@ from dcpmla.comm.select import ChosenExchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.cache_memory import free_bytes, plan_cache
 from dcpmla.integrations.decode_graphs import GraphMaker
-from dcpmla.integrations.disk_offloading import check_scales, make_disk_tier, open_folder
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.families.table import attention_of
 from dcpmla.integrations.model_size import read_model
-from dcpmla.integrations.offloading import make_host_memory
+from dcpmla.integrations.offloading import check_scales, make_disk_tier, make_host_memory, open_folder
 from dcpmla.integrations.open_model import ModelFiles, check_layout, open_model, warn_of_unknown_tokens
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.speculation import check_speculation, make_drafter, mtp_graphs
@@ -83,22 +82,22 @@ def load_engine(
         warn_of_unknown_tokens(files)
     num_running = min(options.max_num_seqs, len(seq_lens)) if seq_lens else options.max_num_seqs
     lens = num_running, files.max_model_len, costs.tokens_per_request
-    mixed, *makers = _graph_makers(sharded, dcp, mesh, options, *lens)
+    mixed, *makers = _graph_makers(sharded, options, *lens)
     is_captured = _captures(device, options)
     num_bytes = options.kv_cache_memory_bytes
     if num_bytes is None:
         num_bytes = free_bytes(sharded, options, num_local_ranks, [mixed, *makers] if is_captured else [])
-    plan = plan_cache(sharded, dcp, mesh, seq_lens, num_bytes, num_running, options.max_query_len - 1)
+    plan = plan_cache(sharded, seq_lens, num_bytes, num_running, options.max_query_len - 1)
     with agree():
         cache: Cache = plan.allocate(device)
         memory, tier = make_host_memory(cache, options.kv_offloading_size, mesh.tp_size, num_local_ranks)
-    folder = open_folder(options, files, dcp, plan, sharded, mesh)
+    folder = open_folder(options, files, plan, sharded)
     tier.disk = make_disk_tier(folder, memory, options, plan, mesh)
     mixed_graph = mixed.capture(cache, on_step) if is_captured else None
     graph, *captured = [maker.capture(cache, on_step) if is_captured else None for maker in makers]
     mtp = [graph_of or maker.make(cache) for graph_of, maker in zip(captured, makers[1:], strict=True)]
     method, num_drafts = options.speculative_method, options.num_speculative_tokens
-    drafter = make_drafter(method, num_drafts, sharded, cache, mesh, mtp)
+    drafter = make_drafter(method, num_drafts, sharded, cache, mtp)
 
     def new_engine(memory: HostMemory | None, tier: HostTier, *load_costs: LoadCosts) -> Engine:
         scheduler = _new_scheduler(plan, options, costs, tier, load_costs)
@@ -150,13 +149,7 @@ def _open(
 
 
 def _graph_makers(
-    model: ShardedModel,
-    dcp: DCPConfig,
-    mesh: DCPMesh,
-    options: EngineOptions,
-    num_running: int,
-    max_model_len: int,
-    tokens_per_request: int,
+    model: ShardedModel, options: EngineOptions, num_running: int, max_model_len: int, tokens_per_request: int
 ) -> tuple[GraphMaker, *tuple[GraphMaker, ...]]:
     """Return the makers of the model's graphs of mixed steps and of decodes, then of its MTP module's.
 
@@ -166,7 +159,7 @@ def _graph_makers(
     """
     num_seqs, limit = min(num_running, options.max_num_batched_tokens), options.max_num_batched_tokens
     token = torch.zeros((), dtype=torch.int64, device=model.device)
-    sizes = max_model_len, num_seqs, options.max_query_len - 1
+    sizes, mesh = (max_model_len, num_seqs, options.max_query_len - 1), model.placement.mesh
 
     def new_mixed(cache: Cache, steps: StepBuilder, longest: int) -> StepGraph:
         return StepGraph.prompts(model, cache, steps, mesh, limit, num_seqs, longest, tokens_per_request)
@@ -174,11 +167,11 @@ def _graph_makers(
     def new_decode(cache: Cache, steps: StepBuilder, longest: int) -> StepGraph:
         return StepGraph.decodes(model.decode, token, cache, steps, mesh, num_seqs, longest, options.max_query_len)
 
-    mixed = GraphMaker("steps with prompts", new_mixed, model, dcp, mesh, *sizes)
-    makers = [GraphMaker("decode steps", new_decode, model, dcp, mesh, *sizes)]
+    mixed = GraphMaker("steps with prompts", new_mixed, model, *sizes)
+    makers = [GraphMaker("decode steps", new_decode, model, *sizes)]
     if options.speculative_method == "mtp":
         model.keep_hidden_states(max(limit, num_seqs, MAX_DRAFT_ROWS))
-        makers += mtp_graphs(options.num_speculative_tokens, model, dcp, mesh, num_seqs, max_model_len)
+        makers += mtp_graphs(options.num_speculative_tokens, model, num_seqs, max_model_len)
     return mixed, *makers
 
 

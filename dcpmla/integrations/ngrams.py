@@ -16,7 +16,7 @@ from dcpmla.model.buckets import Buckets
 from dcpmla.model.memory import NgramMemory
 from dcpmla.model.ngrams import NgramHash
 from dcpmla.model.stream_decoder import StreamBlock, StreamDecoder
-from dcpmla.parallel.linear import Linear, read_linear, read_weight
+from dcpmla.parallel.linear import read_linear
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.parallel.quantized import GroupFp8, cut, unpack
 
@@ -191,36 +191,33 @@ def load_memory(parts: Parts, name: str, number: int, sizes: NgramSizes) -> Ngra
     Raises:
         ValueError: A tensor is missing, or has another shape or dtype.
     """
-    placement, config, columns = parts.placement, parts.model.config, sizes.columns(parts.placement.mesh)
-    hidden_size, num_streams = config.hidden_size, config.hc_mult
+    columns = sizes.columns(parts.placement.mesh)
     starts = list(accumulate(sizes.primes()[number], initial=0))
     rows = slice(starts[columns.start], starts[columns.stop])
-    table = _load_table(parts, f"{name}.embed.weight", (sizes.num_rows[number], sizes.width), rows)
-    shape = (num_streams + 1) * hidden_size, sizes.num_columns * sizes.width
-    projection = Linear(len(columns) * sizes.width, shape[0], **placement.factory_kwargs)
+    table = _load_table(parts, f"{name}.embed.weight", rows)
     part = slice(columns.start * sizes.width, columns.stop * sizes.width)
-    projection.load(read_linear(parts.weights, f"{name}.kv_proj.weight", shape, cols=part))
-    of_queries, of_keys = (
-        read_weight(parts.weights, f"{name}.{which}_weight", (num_streams, hidden_size)).float() for which in "qk"
-    )
-    weight = (of_queries * of_keys).to(placement.device)
+    projection = parts.linear(f"{name}.kv_proj.weight", cols=part)
+    of_queries, of_keys = (parts.values(f"{name}.{which}_weight").float() for which in "qk")
+    weight = (of_queries * of_keys).to(parts.placement.device)
     return NgramMemory(number, table, projection, weight, parts.eps, parts.reduce)
 
 
-def _load_table(parts: Parts, name: str, shape: tuple[int, int], rows: slice) -> Tensor | GroupFp8:
+def _load_table(parts: Parts, name: str, rows: slice) -> Tensor | GroupFp8:
     """Read rows of a table, some at a time: a table may be larger than a host's memory."""
+    num_rows, width = parts.shapes[name]
     whole_table: list[Tensor] = []
     kind: type = Tensor
     for first in range(rows.start, rows.stop, _PART_ROWS):
         end = min(first + _PART_ROWS, rows.stop)
-        part = read_linear(parts.weights, name, shape, slice(first, end))
+        part = read_linear(parts.weights, name, (num_rows, width), slice(first, end))
         if isinstance(part, Tensor):
             part = part.to(parts.placement.dtype)
         tensors = [tensor for tensor in unpack(part) if tensor is not None]
         if not whole_table:
-            kind, num_rows = type(part), rows.stop - rows.start
+            kind, shapes = type(part), [(rows.stop - rows.start, tensor.shape[1]) for tensor in tensors]
+            device = parts.placement.device
             whole_table = [
-                tensor.new_empty(num_rows, tensor.shape[1], device=parts.placement.device) for tensor in tensors
+                tensor.new_empty(shape, device=device) for tensor, shape in zip(tensors, shapes, strict=True)
             ]
         for target, tensor in zip(whole_table, tensors, strict=True):
             target[first - rows.start : end - rows.start].copy_(tensor)

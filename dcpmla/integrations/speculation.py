@@ -12,7 +12,6 @@ from dcpmla.config import DCPConfig
 from dcpmla.integrations.decode_graphs import GraphMaker
 from dcpmla.integrations.families.table import family_of
 from dcpmla.integrations.sharded_model import ShardedModel
-from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
 from dcpmla.runtime.drafts import Drafter, NoDrafter
 from dcpmla.runtime.graph import Step, StepGraph
@@ -32,12 +31,7 @@ def check_speculation(config: Any, dcp: DCPConfig, method: str) -> None:
 
 
 def make_drafter(
-    method: str,
-    num_speculative_tokens: int,
-    model: ShardedModel,
-    cache: Cache,
-    mesh: DCPMesh,
-    graphs: Sequence[StepGraph],
+    method: str, num_speculative_tokens: int, model: ShardedModel, cache: Cache, graphs: Sequence[StepGraph]
 ) -> Drafter:
     """Return the drafter of a method.
 
@@ -48,12 +42,10 @@ def make_drafter(
         return NoDrafter()
     if method == "ngram":
         return NgramDrafter(num_speculative_tokens, model.device)
-    return MtpDrafter(num_speculative_tokens, model, cache, mesh, *graphs)
+    return MtpDrafter(num_speculative_tokens, model, cache, model.placement.mesh, *graphs)
 
 
-def mtp_graphs(
-    num_speculative_tokens: int, model: ShardedModel, dcp: DCPConfig, mesh: DCPMesh, max_num_seqs: int, longest: int
-) -> list[GraphMaker]:
+def mtp_graphs(num_speculative_tokens: int, model: ShardedModel, max_num_seqs: int, longest: int) -> list[GraphMaker]:
     """Return the makers of the MTP module's graphs: of its steps over tokens, and over its own drafts.
 
     Args:
@@ -65,9 +57,9 @@ def mtp_graphs(
 
     def maker(step: Step, input_like: Tensor, query_len: int) -> GraphMaker:
         def new(cache: Cache, steps: StepBuilder, longest: int) -> StepGraph:
-            return StepGraph.decodes(step, input_like, cache, steps, mesh, num_reqs, longest, query_len)
+            return StepGraph.decodes(step, input_like, cache, steps, model.placement.mesh, num_reqs, longest, query_len)
 
-        return GraphMaker("drafts", new, model, dcp, mesh, longest, num_reqs, query_len - 1)
+        return GraphMaker("drafts", new, model, longest, num_reqs, query_len - 1)
 
     return [
         maker(model.predict, torch.zeros_like(row), 1 + num_speculative_tokens),

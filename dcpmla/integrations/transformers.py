@@ -69,13 +69,17 @@ def load_model(
     attention = family.attention(config, with_mtp)
     attention.check_layout(dcp)
     model = build_skeleton(config)
-    mtp_shapes = family.mtp_shapes(config, mtp_block, published_shapes(model)) if with_mtp else {}
+    shapes = published_shapes(model)
+    mtp_shapes = family.mtp_shapes(config, mtp_block, shapes) if with_mtp else {}
+    shapes |= mtp_shapes
     weights: Mapping[str, Weight]
     if load_format == "dummy":
         dtype = dtype or _in_range(config.dtype or torch.bfloat16)
-        weights = dummy_weights(published_shapes(model) | mtp_shapes, model.config, dtype, device)
+        weights = dummy_weights(shapes, model.config, dtype, device)
     else:
-        checkpoint = _open_checkpoint(directory, model, partial(family.module_name, num_layers=num_layers), mtp_shapes)
+        checkpoint = _open_checkpoint(
+            directory, model, shapes, mtp_shapes, partial(family.module_name, num_layers=num_layers)
+        )
         check_shapes(model, checkpoint, family.routing)
         dtype, weights = dtype or _in_range(config.dtype or checkpoint.dtype), checkpoint.weights("")
     if enable_expert_parallel and not any(hasattr(module, "experts") for module in model.modules()):
@@ -84,12 +88,9 @@ def load_model(
         )
     placement = Placement(dcp, mesh, selection.exchange, dtype, device)
     reduce = select_reduce(mesh.tp_group, device, dcp.exchange_timeout, dcp.deterministic)
-    spreads_experts, routing = enable_expert_parallel and mesh.tp_size > 1, family.routing
-    eps = config.rms_norm_eps
-    glus = partial(family.glus, config)
-    parts = Parts(
-        model, weights, placement, spreads_experts, expert_dtype, routing, glus, attention, reduce, eps, directory
-    )
+    formats = enable_expert_parallel and mesh.tp_size > 1, expert_dtype
+    glus, eps = partial(family.glus, config), config.rms_norm_eps
+    parts = Parts(model, weights, shapes, placement, *formats, family.routing, glus, attention, reduce, eps, directory)
     num_mtp_layers = config.num_hidden_layers - num_layers
     decoder = family.load_decoder(parts, len(model.model.layers) - num_mtp_layers)
     mtp = family.load_mtp(parts, mtp_block, decoder.embedding) if with_mtp else None
@@ -110,13 +111,15 @@ def load_model(
     return loaded
 
 
-def _open_checkpoint(directory: Path, model: Any, rename: Callable[[str], str], mtp_shapes: Shapes) -> Checkpoint:
+def _open_checkpoint(
+    directory: Path, model: Any, shapes: Shapes, mtp_shapes: Shapes, rename: Callable[[str], str]
+) -> Checkpoint:
     """Return the checkpoint of a model, and of its MTP module if there are shapes of it.
 
     Raises:
         ValueError: A weight of the module is missing or of another shape.
     """
-    used = {part_of(name) for name in [*published_shapes(model), *mtp_shapes]}
+    used = {part_of(name) for name in shapes}
     block = scale_block(getattr(model.config, "quantization_config", None))
     checkpoint = Checkpoint(directory, block, rename, lambda name: part_of(name) in used)
     if missing := mtp_shapes.keys() - checkpoint.names:

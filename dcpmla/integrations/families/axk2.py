@@ -54,7 +54,7 @@ def _load_block(parts: Parts, name: str, output_norm: Tensor) -> DecoderBlock:
     """Load a layer, whose norm before experts has a gate."""
     attention, layer = parts.attention(f"{name}.self_attn")
     norm = f"{name}.post_attention_layernorm"
-    is_gated = hasattr(parts.model.get_submodule(norm), "mlp")
+    is_gated = f"{norm}.norm.weight" in parts.shapes
     return DecoderBlock(
         layer,
         attention,

@@ -32,7 +32,6 @@ from dcpmla.integrations.families.family import Family
 from dcpmla.integrations.families.names import name_rules
 from dcpmla.integrations.parts import Parts
 from dcpmla.model.mtp import MtpLayer
-from dcpmla.parallel.linear import read_weight
 
 # Types of layers, and of transformers' rotary embedding.
 FULL, WINDOW = _TYPES = "indexed_attention", "sliding_attention"
@@ -163,8 +162,7 @@ def _check(config: Any) -> None:
 
 def _load_mtp(parts: Parts, block: str, embedding: Tensor) -> MtpLayer:
     """Load the MTP module over its own embedding."""
-    own = read_weight(parts.weights, f"{block}.embed_tokens.weight", tuple(embedding.shape))
-    return load_mtp(parts, block, own.to(**parts.placement.factory_kwargs))
+    return load_mtp(parts, block, parts.vector(f"{block}.embed_tokens.weight"))
 
 
 DOTS3 = _Dots3(

@@ -14,7 +14,7 @@ from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.families.sparse import SPARSE_LAYERS, SparseFamily
 from dcpmla.integrations.parts import Parts
 from dcpmla.model.block import Decoder
-from dcpmla.parallel.linear import fill, read_weight
+from dcpmla.parallel.linear import fill
 
 _RULES = {
     "q_lora_rank": Rule("null, as queries are made from hidden states", lambda value: value is None),
@@ -120,8 +120,7 @@ def _check(config: Any) -> None:
 
 def _load_decoder(parts: Parts, num_layers: int) -> Decoder:
     """Load the decoder, and the logarithms of the factors of RoPE's frequencies."""
-    alpha = parts.model.model.rotary_emb.alpha
-    fill(alpha, read_weight(parts.weights, "model.rotary_emb.alpha", tuple(alpha.shape)))
+    fill(parts.model.model.rotary_emb.alpha, parts.values("model.rotary_emb.alpha"))
     decoder = load_decoder(parts, num_layers)
     layers: list[Any] = [block.attention for block in decoder.blocks]
     for layer, source in zip(layers, parts.model.config.kv_source_layers, strict=True):

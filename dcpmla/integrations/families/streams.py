@@ -5,12 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
-from dcpmla.integrations.decoder import read_norm, read_projections
 from dcpmla.integrations.parts import Parts
 from dcpmla.model.mixing import Constants, Projection
 from dcpmla.model.stream_decoder import StreamBlock, StreamDecoder, StreamMtpLayer
 from dcpmla.model.streams import Connection, DelayedCollapse, StreamMean
-from dcpmla.parallel.linear import read_weight
 
 
 def mixing_constants(config: Any) -> Constants:
@@ -36,22 +34,20 @@ def load_streams(
     blocks = [load_stream_block(parts, name, constants) for name in parts.layer_names(num_layers)]
     to_head: Connection | StreamMean | DelayedCollapse
     if collapse is None:
-        to_head = load_connection(parts, "model.hc_head.hc_", "model.norm.weight", constants, is_head=True)
+        to_head = load_connection(parts, "model.hc_head.hc_", "model.norm.weight", constants)
     else:
-        norm = read_weight(parts.weights, "model.norm.weight", (config.hidden_size,))
-        to_head = collapse(norm, config.rms_norm_eps).to(parts.placement.device)
+        to_head = collapse(parts.values("model.norm.weight"), config.rms_norm_eps).to(parts.placement.device)
     return StreamDecoder(parts.vector("model.embed_tokens.weight"), blocks, config.hc_mult, to_head, collapses)
 
 
 def load_stream_mtp(parts: Parts, block: str, embedding: Tensor) -> StreamMtpLayer:
     """Load DeepSeek-V4's MTP module, whose block has a name."""
     config, constants = parts.model.config, mixing_constants(parts.model.config)
-    input_norms = read_norm(parts, f"{block}.enorm.weight"), read_norm(parts, f"{block}.hnorm.weight")
-    of_embedding, of_stream = read_projections(parts, block, "e_proj", "h_proj")
-    to_head = load_connection(parts, f"{block}.hc_head_", f"{block}.shared_head.norm.weight", constants, is_head=True)
-    projections, stream_block = (of_embedding, of_stream), load_stream_block(parts, block, constants)
-    sizes = config.hc_mult, config.rms_norm_eps
-    return StreamMtpLayer(embedding, *input_norms, projections, stream_block, to_head, *sizes)
+    enorm, hnorm = (parts.vector(f"{block}.{name}.weight") for name in ("enorm", "hnorm"))
+    projections = parts.linear(f"{block}.e_proj.weight"), parts.linear(f"{block}.h_proj.weight")
+    to_head = load_connection(parts, f"{block}.hc_head_", f"{block}.shared_head.norm.weight", constants)
+    stream_block, sizes = load_stream_block(parts, block, constants), (config.hc_mult, config.rms_norm_eps)
+    return StreamMtpLayer(embedding, enorm, hnorm, projections, stream_block, to_head, *sizes)
 
 
 def load_stream_block(parts: Parts, name: str, constants: Constants) -> StreamBlock:
@@ -77,16 +73,11 @@ def with_single_stream(config: Any) -> Any:
     return config
 
 
-def load_connection(parts: Parts, prefix: str, norm: str, constants: Constants, is_head: bool = False) -> Connection:
+def load_connection(parts: Parts, prefix: str, norm: str, constants: Constants) -> Connection:
     """Load a hyper-connection and the norm after it.
 
     Args:
         prefix: Prefix of the names of its fn, base and scale.
     """
-    size, streams = parts.model.config.hidden_size, parts.model.config.hc_mult
-    num_scales = 1 if is_head else 3 if constants.num_iters else 2
-    num = sum((streams, streams, streams**2)[:num_scales])
-    shapes = {"fn": (num, streams * size), "base": (num,), "scale": (num_scales,)}
-    projection = Projection(*(read_weight(parts.weights, prefix + name, shape) for name, shape in shapes.items()))
-    weight = read_weight(parts.weights, norm, (size,))
-    return Connection(projection, weight, constants).to(parts.placement.device)
+    projection = Projection(*(parts.values(prefix + name) for name in Projection._fields))
+    return Connection(projection, parts.values(norm), constants).to(parts.placement.device)
