@@ -3,13 +3,13 @@
 import math
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dcpmla.fields import SIZE, check_fields, list_of, whole
+from dcpmla.fields import Size, check_fields, list_of, rules_of, whole
 from dcpmla.integrations.parts import Parts
 from dcpmla.integrations.vocabulary import compress_vocabulary
 from dcpmla.model.buckets import Buckets
@@ -21,42 +21,32 @@ from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.parallel.quantized import GroupFp8, cut, unpack
 
 _LARGEST_TABLE = (1 << 31) - 1  # rows, whose numbers are int32
-_RULES = {
-    "engram_layer_ids": list_of(whole(0, 1023)),
-    "engram_num_embeddings": list_of(whole(1, _LARGEST_TABLE)),
-    "engram_max_ngram_size": whole(2, 16),
-    "engram_n_heads": whole(1, 256),
-    "engram_head_dim": SIZE,
-    "engram_vocab_size": whole(2, _LARGEST_TABLE),
-    "engram_compressed_vocab_size": SIZE,
-    "engram_pad_token_id": whole(0),
-}
 _PART_ROWS = 1 << 20  # rows of a table that are read at a time
 _SEED = 10007  # times a layer's number is the seed of the layer's multipliers
 
 
 class NgramSizes(NamedTuple):
-    """The sizes of a model's memories.
+    """The sizes of a model's memories: the fields of its config after engram_.
 
     Attributes:
-        layers: Numbers of the layers with a memory.
-        num_rows: Rows of each layer's table.
-        longest: Tokens of the longest n-grams; the shortest have two.
-        num_heads: Number of hashes of each n-gram.
-        width: Columns of a table.
-        bucket_rows: Lower bound of a bucket's rows.
-        num_ids: Number of compressed ids.
-        pad_token: Token in place of tokens before a sequence's first.
+        layer_ids: Numbers of the layers with a memory.
+        num_embeddings: Rows of each layer's table.
+        max_ngram_size: Tokens of the longest n-grams; the shortest have two.
+        n_heads: Number of hashes of each n-gram.
+        head_dim: Columns of a table.
+        vocab_size: Lower bound of a bucket's rows.
+        compressed_vocab_size: Number of compressed ids.
+        pad_token_id: Token in place of tokens before a sequence's first.
     """
 
-    layers: tuple[int, ...]
-    num_rows: tuple[int, ...]
-    longest: int
-    num_heads: int
-    width: int
-    bucket_rows: int
-    num_ids: int
-    pad_token: int
+    layer_ids: Annotated[list[int], list_of(whole(0, 1023))]
+    num_embeddings: Annotated[list[int], list_of(whole(1, _LARGEST_TABLE))]
+    max_ngram_size: Annotated[int, whole(2, 16)]
+    n_heads: Annotated[int, whole(1, 256)]
+    head_dim: Size
+    vocab_size: Annotated[int, whole(2, _LARGEST_TABLE)]
+    compressed_vocab_size: Size
+    pad_token_id: Annotated[int, whole(0)]
 
     @classmethod
     def of(cls, config: Any) -> "NgramSizes":
@@ -65,34 +55,37 @@ class NgramSizes(NamedTuple):
         Raises:
             ValueError: A field is out of its range, or fields do not belong together.
         """
-        values: dict[str, Any] = {name: getattr(config, name, None) for name in _RULES}
+        label = "engram_{}".format
+        values: dict[str, Any] = {name: getattr(config, label(name), None) for name in cls._fields}
         if missing := [name for name, value in values.items() if value is None]:
-            raise ValueError(f"{missing[0]} is missing; layers in engram_layer_ids need {', '.join(_RULES)}")
-        check_fields(_RULES, values)
-        layers, num_rows, longest, heads, width, bucket_rows, num_ids, pad_token = values.values()
-        sizes = cls(tuple(layers), tuple(num_rows), longest, heads, width, bucket_rows, num_ids, pad_token)
+            needed = ", ".join(map(label, cls._fields))
+            raise ValueError(f"{label(missing[0])} is missing; layers in engram_layer_ids need {needed}")
+        check_fields(rules_of(NgramSizes), values, label)
+        sizes = cls(**values)
+        layers, num_rows = sizes.layer_ids, sizes.num_embeddings
         if len(layers) != len(num_rows) or len(set(layers)) != len(layers):
             raise ValueError(
                 f"engram_layer_ids is {layers} and engram_num_embeddings {num_rows}; each layer must have one table"
             )
         if max(layers, default=0) >= config.num_hidden_layers:
             raise ValueError(f"engram_layer_ids is {layers}; the model has layers 0 to {config.num_hidden_layers - 1}")
-        if pad_token >= config.vocab_size:
+        if sizes.pad_token_id >= config.vocab_size:
             raise ValueError(
-                f"engram_pad_token_id is {pad_token}; it must be one of the {config.vocab_size} tokens (vocab_size)"
+                f"engram_pad_token_id is {sizes.pad_token_id}; it must be one of the {config.vocab_size} tokens "
+                "(vocab_size)"
             )
         for layer, rows, primes in zip(layers, num_rows, sizes.primes(), strict=True):
             if sum(primes) > rows:
                 raise ValueError(
                     f"engram_num_embeddings has {rows} rows for layer {layer}; the buckets of at least "
-                    f"engram_vocab_size {bucket_rows} rows need {sum(primes)}"
+                    f"engram_vocab_size {sizes.vocab_size} rows need {sum(primes)}"
                 )
         return sizes
 
     @property
     def num_columns(self) -> int:
         """Return the number of hashes of a token in each layer."""
-        return (self.longest - 1) * self.num_heads
+        return (self.max_ngram_size - 1) * self.n_heads
 
     def columns(self, mesh: DCPMesh) -> range:
         """Return the hashes whose buckets a rank holds.
@@ -112,31 +105,33 @@ class NgramSizes(NamedTuple):
         """Return the rows of each layer's buckets: primes, none twice in the model, ascending for each length."""
         used: set[int] = set()
         layers = []
-        for _ in self.layers:
+        for _ in self.layer_ids:
             sizes: list[int] = []
-            for _ in range(self.longest - 1):
-                following = _primes_from(self.bucket_rows)
+            for _ in range(self.max_ngram_size - 1):
+                following = _primes_from(self.vocab_size)
                 fresh = (prime for prime in following if prime not in used)
-                sizes += [next(fresh) for _ in range(self.num_heads)]
+                sizes += [next(fresh) for _ in range(self.n_heads)]
                 used.update(sizes)
             layers.append(sizes)
         return layers
 
     def multipliers(self) -> np.ndarray:
         """Return the factors of ids, by layer and distance, int64: odd, and so small that products do not overflow."""
-        bound = max(1, np.iinfo(np.int64).max // self.num_ids // 2)
-        drawn = [np.random.default_rng(_SEED * layer).integers(0, bound, self.longest) for layer in self.layers]
+        bound = max(1, np.iinfo(np.int64).max // self.compressed_vocab_size // 2)
+        drawn = [
+            np.random.default_rng(_SEED * layer).integers(0, bound, self.max_ngram_size) for layer in self.layer_ids
+        ]
         return 2 * np.stack(drawn) + 1
 
 
 def add_memories(model: Any, sizes: NgramSizes) -> None:
     """Add the weights of memories to transformers' model, which is on the meta device."""
     config = model.config
-    for layer, num_rows in zip(sizes.layers, sizes.num_rows, strict=True):
+    for layer, num_rows in zip(sizes.layer_ids, sizes.num_embeddings, strict=True):
         engram = model.model.layers[layer].engram = nn.Module()
-        engram.embed = nn.Embedding(num_rows, sizes.width)
+        engram.embed = nn.Embedding(num_rows, sizes.head_dim)
         num_outputs = (config.hc_mult + 1) * config.hidden_size
-        engram.kv_proj = nn.Linear(sizes.num_columns * sizes.width, num_outputs, bias=False)
+        engram.kv_proj = nn.Linear(sizes.num_columns * sizes.head_dim, num_outputs, bias=False)
         for name in ("q_weight", "k_weight"):
             setattr(engram, name, nn.Parameter(torch.empty(config.hc_mult, config.hidden_size)))
 
@@ -145,7 +140,7 @@ def load_memories(parts: Parts, decoder: StreamDecoder) -> None:
     """Load the memories of a decoder's blocks, and their hashes."""
     sizes = NgramSizes.of(parts.model.config)
     decoder.ngrams = load_hash(parts, sizes)
-    for number, layer in enumerate(sizes.layers):
+    for number, layer in enumerate(sizes.layer_ids):
         block = decoder.blocks[layer]
         assert isinstance(block, StreamBlock)
         block.memory = load_memory(parts, f"model.layers.{layer}.engram", number, sizes)
@@ -159,23 +154,23 @@ def load_hash(parts: Parts, sizes: NgramSizes) -> NgramHash:
     """
     directory, vocab_size, placement = parts.directory, parts.model.config.vocab_size, parts.placement
     ids = compress_vocabulary(directory)
-    if max(ids) + 1 != sizes.num_ids:
+    if max(ids) + 1 != sizes.compressed_vocab_size:
         raise ValueError(
-            f"engram_compressed_vocab_size is {sizes.num_ids}; the tokenizer in {directory} makes {max(ids) + 1}, and "
-            f"all hashes of n-grams depend on this number"
+            f"engram_compressed_vocab_size is {sizes.compressed_vocab_size}; the tokenizer in {directory} makes "
+            f"{max(ids) + 1}, and all hashes of n-grams depend on this number"
         )
-    if sizes.pad_token >= len(ids):
+    if sizes.pad_token_id >= len(ids):
         raise ValueError(
-            f"engram_pad_token_id is {sizes.pad_token}; the tokenizer in {directory} has {len(ids)} tokens"
+            f"engram_pad_token_id is {sizes.pad_token_id}; the tokenizer in {directory} has {len(ids)} tokens"
         )
-    pad_id = ids[sizes.pad_token]
+    pad_id = ids[sizes.pad_token_id]
     token_map = torch.full((vocab_size,), pad_id, dtype=torch.int32)
     token_map[: len(ids)] = torch.tensor(ids[:vocab_size], dtype=torch.int32)
     columns = list(sizes.columns(placement.mesh))
     primes = torch.tensor(sizes.primes())[:, columns]
     buckets = Buckets(
         torch.from_numpy(sizes.multipliers()),
-        torch.tensor(columns) // sizes.num_heads + 2,
+        torch.tensor(columns) // sizes.n_heads + 2,
         primes,
         primes.cumsum(1) - primes,
     )
@@ -195,7 +190,7 @@ def load_memory(parts: Parts, name: str, number: int, sizes: NgramSizes) -> Ngra
     starts = list(accumulate(sizes.primes()[number], initial=0))
     rows = slice(starts[columns.start], starts[columns.stop])
     table = _load_table(parts, f"{name}.embed.weight", rows)
-    part = slice(columns.start * sizes.width, columns.stop * sizes.width)
+    part = slice(columns.start * sizes.head_dim, columns.stop * sizes.head_dim)
     projection = parts.linear(f"{name}.kv_proj.weight", cols=part)
     of_queries, of_keys = (parts.values(f"{name}.{which}_weight").float() for which in "qk")
     weight = (of_queries * of_keys).to(parts.placement.device)

@@ -6,11 +6,11 @@ from typing import Any
 from torch import Tensor
 
 from dcpmla.config import MLAConfig
-from dcpmla.fields import SIZE, list_of, one_of, optional, whole
+from dcpmla.fields import SIZE, whole
 from dcpmla.integrations.decoder import load_decoder
 from dcpmla.integrations.families.names import name_rules
 from dcpmla.integrations.families.routing import Routing
-from dcpmla.integrations.families.sparse import SPARSE_LAYERS, SparseFamily
+from dcpmla.integrations.families.sparse import LAYER_RULES, SparseFamily
 from dcpmla.integrations.parts import Parts
 from dcpmla.model.block import Decoder, DecoderBlock
 from dcpmla.model.norm_gate import NormGate
@@ -18,8 +18,7 @@ from dcpmla.model.norm_gate import NormGate
 _RULES = {
     "gated_norm_rank": SIZE,
     "moe_layer_freq": whole(1),
-    "mlp_layer_types": optional(list_of(one_of(("dense", "sparse")))),
-    "layer_types": optional(list_of(one_of(SPARSE_LAYERS))),
+    **LAYER_RULES,
 }
 
 

@@ -86,12 +86,6 @@ class _DeepseekV4(Family):
                     f"for the MTP layer; it must be one of {_WINDOW}, a window alone: {NO_MTP}"
                 )
 
-    def with_mtp_layer(self, config: Any) -> Any:
-        """Return a config with the MTP module's decoder layer after the others."""
-        config = super().with_mtp_layer(config)
-        config.layer_types[-1], config.mlp_layer_types[-1] = "sliding_attention", "moe"
-        return config
-
     def mtp_shapes(self, config: Any, block: str, of_model: Shapes) -> Shapes:
         """Return the shapes of the MTP module's weights that are in no decoder layer of transformers' model."""
         size, num = config.hidden_size, config.hc_mult
@@ -107,5 +101,6 @@ DEEPSEEK_V4 = _DeepseekV4(
     load_streams,
     load_stream_mtp,
     rules=_RULES,
+    mtp_layer={"layer_types": "sliding_attention", "mlp_layer_types": "moe"},
     names=(*_MTP_NAMES, *V4_NAMES),
 )

@@ -12,6 +12,7 @@ from dcpmla.attention.layers.compressed.config import WINDOW_ONLY, CandidateConf
 from dcpmla.attention.layers.compressed.spec import compressed_stack
 from dcpmla.attention.stack import Stack
 from dcpmla.fields import FLAG, LARGEST_SIZE, SIZE, either, even, list_of, one_of, only, optional, whole
+from dcpmla.integrations.config_checks import check_lengths
 from dcpmla.integrations.families.deepseek_v4 import V4_NAMES
 from dcpmla.integrations.families.deepseek_v4_config import check_compressed, compressed_config
 from dcpmla.integrations.families.family import Family
@@ -148,10 +149,7 @@ def _check_shared(config: Any) -> None:
     """Raise ValueError for inconsistent fields of attention."""
     check_compressed(config)
     ratios, num_layers = config.entry_ratios, config.num_hidden_layers
-    if len(ratios) < num_layers:
-        raise ValueError(
-            f"compress_ratios has {len(ratios)} entries; each of {num_layers} layers (num_hidden_layers) has one"
-        )
+    check_lengths({"compress_ratios": ratios}, ("compress_ratios",), num_layers)
     for name in _SOURCES:
         layers = getattr(config, name)
         is_right = layers == sorted({*layers}) and all(layer < num_layers and ratios[layer] for layer in layers)

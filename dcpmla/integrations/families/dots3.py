@@ -26,7 +26,7 @@ from dcpmla.fields import (
     whole,
 )
 from dcpmla.indexer_config import IndexerConfig
-from dcpmla.integrations.config_checks import check_model, check_rope_fields
+from dcpmla.integrations.config_checks import check_kinds, check_model, check_rope_fields
 from dcpmla.integrations.decoder import Shapes, load_mtp
 from dcpmla.integrations.families.family import Family
 from dcpmla.integrations.families.names import name_rules
@@ -112,7 +112,6 @@ class _Dots3(Family):
         config = super().with_mtp_layer(config)
         kind = (getattr(config, "mtp_layer_types", None) or [WINDOW])[0]
         config.layer_types[-1] = WINDOW if kind == WINDOW else FULL
-        config.mlp_layer_types[-1] = "dense"
         sizes = {int(layer): own for layer, own in config.to_dict()["per_layer_config"].items()}
         first = config.layer_types.index(config.layer_types[-1])
         config.per_layer_config = sizes | {config.num_hidden_layers - 1: sizes.get(first, {})}
@@ -142,11 +141,7 @@ def _check_sizes(sizes_of_layers: dict[str, dict[str, Any]], num_layers: int | N
 def _check(config: Any) -> None:
     """Raise ValueError for layers of other kinds, and for sizes that do not go together."""
     check_fields({"layer_types": list_of(one_of(_TYPES))}, vars(config))
-    if len(config.layer_types) != config.num_hidden_layers or {*config.layer_types} != {*_TYPES}:
-        raise ValueError(
-            f"layer_types is {config.layer_types}; each of {config.num_hidden_layers} layers (num_hidden_layers) has "
-            f"one, and both {' and '.join(_TYPES)} must be there"
-        )
+    check_kinds(config, _TYPES)
     full = config.per_layer_config[FULL]
     for kind in _TYPES:
         sizes, rope = config.per_layer_config[kind], config.rope_parameters[kind]
@@ -170,6 +165,7 @@ DOTS3 = _Dots3(
     check_attention=_check,
     load_mtp=_load_mtp,
     rules=_RAW_RULES,
+    mtp_layer={"mlp_layer_types": "dense"},
     # The MTP module's embedding is published outside of its layer.
     names=name_rules((r"model\.mtp\.embed_tokens\.", "model.layers.{mtp}.embed_tokens.")),
 )

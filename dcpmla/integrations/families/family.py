@@ -43,6 +43,7 @@ class Family:
         load_mtp: Loader of the MTP module, whose block has a name, over the model's embedding.
         rules: Rules for fields of a config.json that the family has, or of which it has a single value, by name; a
             field of an object as "object.field".
+        mtp_layer: Entries of the MTP module's layer in the config's lists; a list without one repeats its last entry.
         names: Rules for names of tensors, after the rules of all families.
         no_mtp: Reason why no MTP module is computed, which follows "speculative_method is 'mtp'"; empty if one is.
     """
@@ -53,6 +54,7 @@ class Family:
     load_decoder: Callable[[Parts, int], DecoderModule] = load_decoder
     load_mtp: Callable[[Parts, str, Tensor], MtpModule] = load_mtp
     rules: Mapping[str, Rule] = field(default_factory=dict)
+    mtp_layer: Mapping[str, str] = field(default_factory=dict)
     names: NameRules = ()
     no_mtp: str = ""
 
@@ -169,9 +171,10 @@ class Family:
     def with_mtp_layer(self, config: Any) -> Any:
         """Return a config with the MTP module's decoder layer after the others."""
         config = copy.deepcopy(config)
-        for name in _PER_LAYER:
-            if isinstance(getattr(config, name, None), list):
-                setattr(config, name, [*getattr(config, name), getattr(config, name)[-1]])
+        for name in {*_PER_LAYER, *self.mtp_layer}:
+            if isinstance(entries := getattr(config, name, None), list):
+                own = entries[: config.num_hidden_layers]
+                setattr(config, name, [*own, self.mtp_layer.get(name, own[-1])])
         config.num_hidden_layers += 1
         return config
 

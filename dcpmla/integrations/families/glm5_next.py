@@ -12,6 +12,7 @@ from dcpmla.attention.stack import Stack
 from dcpmla.config import MLAConfig
 from dcpmla.fields import FLAG, OBJECT, SIZE, check_fields, list_of, number, one_of, only, optional, rules_of, whole
 from dcpmla.indexer_config import IndexerConfig
+from dcpmla.integrations.config_checks import check_kinds
 from dcpmla.integrations.families.hybrid import HYBRID_NAMES, HybridFamily
 from dcpmla.integrations.families.names import name_rules
 from dcpmla.integrations.families.sparse import SPARSE_LAYERS
@@ -90,11 +91,8 @@ class _Glm5Next(HybridFamily):
         model._keep_in_fp32_modules_strict = {*model._keep_in_fp32_modules_strict, *_IN_FLOAT32}
 
     def with_mtp_layer(self, config: Any) -> Any:
-        """Return a config with the MTP module's layer, which has an indexer of its own and no streams."""
-        types = config.indexer_types[: config.num_hidden_layers]
-        config = with_single_stream(super().with_mtp_layer(config))
-        config.indexer_types = [*types, "full"]
-        return config
+        """Return a config with the MTP module's layer, which has no streams."""
+        return with_single_stream(super().with_mtp_layer(config))
 
 
 def _index_layers(config: Any) -> tuple[int, ...]:
@@ -121,15 +119,12 @@ def _check(config: Any) -> None:
         raise ValueError(
             f"index_topk is {config.index_topk}; it must be a multiple of index_kpool {config.index_kpool}"
         )
-    for name in ("layer_types", "mlp_layer_types"):
-        if len(getattr(config, name)) != config.num_hidden_layers:
-            raise ValueError(
-                f"{name} is {getattr(config, name)}; each of {config.num_hidden_layers} layers (num_hidden_layers) has "
-                "one"
-            )
-    if len({*config.layer_types}) != 2:
+    of_mla = (kind for kind in config.layer_types if kind != "linear_attention")
+    check_kinds(config, ("linear_attention", next(of_mla, SPARSE_LAYERS[0])))
+    if len(config.mlp_layer_types) != config.num_hidden_layers:
         raise ValueError(
-            f"layer_types is {config.layer_types}; linear_attention and indexed_attention must both be there"
+            f"mlp_layer_types is {config.mlp_layer_types}; each of {config.num_hidden_layers} layers "
+            "(num_hidden_layers) has one"
         )
     _index_layers(config)
 
@@ -139,5 +134,6 @@ GLM5_NEXT = _Glm5Next(
     check_attention=_check,
     load_decoder=partial(load_streams, collapse=StreamMean, collapses=True),
     rules=_RAW_RULES,
+    mtp_layer={"indexer_types": "full"},
     names=(*HYBRID_NAMES, *_STREAM_NAMES),
 )

@@ -5,10 +5,9 @@ from functools import partial
 from typing import Any
 
 from dcpmla.config import MLAConfig
-from dcpmla.fields import check_fields, list_of, number, one_of, only, whole
-from dcpmla.integrations.config_checks import check_mla
+from dcpmla.fields import list_of, number, one_of, only, whole
 from dcpmla.integrations.families.names import name_rules
-from dcpmla.integrations.families.sparse import SPARSE_LAYERS, SparseFamily
+from dcpmla.integrations.families.sparse import LAYER_RULES, SparseFamily
 from dcpmla.integrations.families.streams import drop_connections, load_streams, with_single_stream
 from dcpmla.model.glu import SWIGLU, LayerGlus
 from dcpmla.model.mixing import Constants
@@ -24,16 +23,13 @@ _NAMES = name_rules(
     (r"\.self_attn\.gate_proj\.", ".self_attn.g_proj."),
     (r"model\.mtp_layers\.0\.", "model.layers.{mtp}."),
 )
-_RAW_RULES = {  # vLLM's config has these fields; other values are other models
+_RULES = {  # vLLM's config has these fields; other values are other models
     **dict.fromkeys(("enable_ihc", "gated_mla", "learnable_sink"), only(True)),
     "gating_type": one_of(("elementwise",)),
-}
-_RULES = {
     "hc_magnitude": number(0, 1e3),
-    "layer_types": list_of(one_of(SPARSE_LAYERS)),
-    "mlp_layer_types": list_of(one_of(("dense", "sparse"))),
+    **LAYER_RULES,
 }
-_VL_RULES = _RAW_RULES | {"rope_parameters.mrope_section": list_of(whole(0), 3)}
+_VL_RULES = _RULES | {"rope_parameters.mrope_section": list_of(whole(0), 3)}
 
 
 @dataclass(frozen=True)
@@ -86,22 +82,15 @@ class _HyV4Vl(_HyV4):
         return replace(super().mla(config), rms_norm_eps=config.rms_norm_eps)
 
 
-def _check(config: Any) -> None:
-    """Raise ValueError for inconsistent fields of MLA, of layers and of streams."""
-    check_mla(config)
-    check_fields(_RULES, vars(config))
-
-
 def _constants(config: Any) -> Constants:
     """Return the constants of streams that are not mixed with each other."""
     return Constants(config.rms_norm_eps, config.hc_eps, 0, config.hc_magnitude, post_eps=config.hc_eps)
 
 
 _load_decoder = partial(load_streams, constants_of=_constants, collapses=True)
-HY_V4 = _HyV4("HYV4", check_attention=_check, load_decoder=_load_decoder, rules=_RAW_RULES, names=_NAMES)
+HY_V4 = _HyV4("HYV4", load_decoder=_load_decoder, rules=_RULES, names=_NAMES)
 HY_V4_VL = _HyV4Vl(
     "HYV4VLText",
-    check_attention=_check,
     load_decoder=_load_decoder,
     rules=_VL_RULES,
     names=_NAMES,

@@ -9,7 +9,7 @@ from dcpmla.attention.mla.latent_spec import LatentSpec
 from dcpmla.attention.stack import Stack
 from dcpmla.config import MLAConfig
 from dcpmla.fields import FLAG, check_fields, list_of, number, one_of, only, optional, rules_of, whole
-from dcpmla.integrations.config_checks import check_rope
+from dcpmla.integrations.config_checks import check_kinds, check_lengths, check_rope
 from dcpmla.integrations.families.family import Family
 from dcpmla.integrations.families.names import name_rules
 from dcpmla.model.glu import SWIGLU, LayerGlus, clamp_after_silu
@@ -104,25 +104,14 @@ def check_hybrid(config: Any) -> None:
     """Raise ValueError unless each layer is MLA or linear attention, and both exist."""
     rules = {_DELTA_FIELDS.get(name, name): rule for name, rule in rules_of(DeltaConfig).items()}
     check_fields(rules | {"layer_types": list_of(one_of(_TYPES)), "kda_safe_gate": FLAG}, vars(config))
-    group_size = getattr(config, "layer_group_size", None)
-    if len(config.layer_types) != config.num_hidden_layers or {*config.layer_types} != {*_TYPES}:
-        raise ValueError(
-            f"layer_types has {config.layer_types}; each of {config.num_hidden_layers} layers has one, and both "
-            f"{' and '.join(_TYPES)} must be there" + (f"; layer_group_size is {group_size}" if group_size else "")
-        )
+    check_kinds(config, _TYPES)
 
 
 def _check_ling(config: Any) -> None:
     """Raise ValueError for inconsistent fields of layers and of the rotary embedding."""
     check_hybrid(config)
     check_rope(config)
-    for name in _LIMITS:
-        limits = getattr(config, name, None)
-        if limits is not None and len(limits) < config.num_hidden_layers:
-            raise ValueError(
-                f"{name} has {len(limits)} entries; each of {config.num_hidden_layers} layers (num_hidden_layers) has "
-                "one, 0 for no limit"
-            )
+    check_lengths(vars(config), _LIMITS, config.num_hidden_layers)
 
 
 LING = _Ling("BailingHybrid", check_attention=_check_ling, rules=_LING_RULES, names=HYBRID_NAMES)

@@ -1,14 +1,14 @@
 """Kimi Linear, and the text model of Kimi-K3, which has the same model type and more fields."""
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from dcpmla.attention.layers.linear.config import DeltaConfig
 from dcpmla.config import MLAConfig
-from dcpmla.fields import FLAG, OBJECT, SIZE, list_of, number, one_of, only, optional, whole
+from dcpmla.fields import OBJECT, SIZE, Flag, list_of, number, one_of, only, optional, rules_of, whole
 from dcpmla.integrations.decoder import load_decoder
 from dcpmla.integrations.families.hybrid import HYBRID_NAMES, HybridFamily, check_hybrid
 from dcpmla.integrations.parts import Parts
@@ -17,12 +17,38 @@ from dcpmla.model.glu import Glu, LayerGlus
 from dcpmla.model.sum_decoder import SumBlock, SumDecoder
 from dcpmla.model.sums import Mixer
 
+
+class _K3Fields(NamedTuple):
+    """Kimi-K3's fields of a config and of its linear_attn_config, which Kimi Linear's need not have.
+
+    Attributes:
+        attn_res_block_size: Layers of a group, whose outputs have a sum of their own; None for one sum of all.
+        routed_expert_hidden_size: Width of the routed experts' rows; None for the hidden size.
+        latent_moe_use_norm: Whether the sum of routed experts is normed.
+        mla_use_output_gate: Whether MLA has a gate for each column of its output.
+        use_full_rank_gate: Whether gates of linear attention are projected at once, not through a low rank.
+        gate_lower_bound: `DeltaConfig.decay_floor`.
+    """
+
+    attn_res_block_size: Annotated[int | None, optional(whole(1, 1024))] = None
+    routed_expert_hidden_size: Annotated[int | None, optional(SIZE)] = None
+    latent_moe_use_norm: Flag = False
+    mla_use_output_gate: Flag = False
+    use_full_rank_gate: Flag = False
+    gate_lower_bound: Annotated[float | None, optional(number(-100, 0))] = None
+
+    @classmethod
+    def of(cls, config: Any) -> "_K3Fields":
+        """Return the fields of a transformers config."""
+        values = vars(config) | (getattr(config, "linear_attn_config", None) or {})
+        return cls(**{name: values[name] for name in cls._fields if name in values})
+
+
 _LAYERS = list_of(whole(1, 1024))
 _RULES = {
     "linear_attn_config": OBJECT,
-    "attn_res_block_size": optional(whole(1, 1024)),
-    "routed_expert_hidden_size": optional(SIZE),
-    **dict.fromkeys(("latent_moe_use_norm", "mla_use_output_gate"), FLAG),
+    **rules_of(_K3Fields),
+    **{f"linear_attn_config.{name}": rule for name, rule in rules_of(_K3Fields).items()},
     "mla_use_nope": only(True),
     "hidden_act": one_of(("silu", "swish", "situ")),
     **dict.fromkeys(("activation_situ_beta", "activation_situ_linear_beta"), optional(number(0, above=True))),
@@ -30,42 +56,7 @@ _RULES = {
     **dict.fromkeys(("linear_attn_config.num_heads", "linear_attn_config.head_dim"), SIZE),
     "linear_attn_config.short_conv_kernel_size": whole(2, 64),
     **dict.fromkeys(("linear_attn_config.kda_layers", "linear_attn_config.full_attn_layers"), _LAYERS),
-    "linear_attn_config.use_full_rank_gate": FLAG,
-    "linear_attn_config.gate_lower_bound": optional(number(-100, 0)),
 }
-
-
-class _K3Fields(NamedTuple):
-    """Kimi-K3's fields of a config, which Kimi Linear's need not have.
-
-    Attributes:
-        group_size: Layers of a group, whose outputs have a sum of their own; None for one sum of all.
-        latent_size: Width of the routed experts' rows; None for the hidden size.
-        has_latent_norm: Whether the sum of routed experts is normed.
-        gates_output: Whether MLA has a gate for each column of its output.
-        has_full_gate: Whether gates of linear attention are projected at once, not through a low rank.
-        decay_floor: Same as in `DeltaConfig`.
-    """
-
-    group_size: int | None
-    latent_size: int | None
-    has_latent_norm: bool
-    gates_output: bool
-    has_full_gate: bool
-    decay_floor: float | None
-
-    @classmethod
-    def of(cls, config: Any) -> "_K3Fields":
-        """Return the fields of a transformers config."""
-        linear = getattr(config, "linear_attn_config", None) or {}
-        return cls(
-            getattr(config, "attn_res_block_size", None),
-            getattr(config, "routed_expert_hidden_size", None),
-            getattr(config, "latent_moe_use_norm", False),
-            getattr(config, "mla_use_output_gate", False),
-            linear.get("use_full_rank_gate", False),
-            linear.get("gate_lower_bound"),
-        )
 
 
 @dataclass(frozen=True)
@@ -88,14 +79,14 @@ class _Kimi(HybridFamily):
 
     def mla(self, config: Any) -> MLAConfig:
         """Return the geometry of layers of MLA, which have no positions; K3's have a gate for each column of a head."""
-        gates_output = _K3Fields.of(config).gates_output
+        gates_output = _K3Fields.of(config).mla_use_output_gate
         return replace(super().mla(config), use_rope=False, num_gates=config.v_head_dim if gates_output else 0)
 
     def delta(self, config: Any) -> DeltaConfig:
         """Return the geometry of layers of linear attention."""
         fields = _K3Fields.of(config)
-        low_ranks = "f" if fields.has_full_gate else "fg"
-        return replace(super().delta(config), low_ranks=low_ranks, decay_floor=fields.decay_floor)
+        low_ranks = "f" if fields.use_full_rank_gate else "fg"
+        return replace(super().delta(config), low_ranks=low_ranks, decay_floor=fields.gate_lower_bound)
 
     def glus(self, config: Any, layer: int) -> LayerGlus:
         """Return a layer's gated linear units: SiTU for Kimi-K3."""
@@ -124,18 +115,18 @@ def _extend_to_k3(model: Any) -> None:
     """Change modules of transformers' Kimi Linear into Kimi-K3's, by the config's fields."""
     config, fields = model.config, _K3Fields.of(model.config)
     for layer in model.model.layers:
-        if fields.group_size is not None:
+        if fields.attn_res_block_size is not None:
             _add_mixture(layer, "self_attention_res", config.hidden_size)
             _add_mixture(layer, "mlp_res", config.hidden_size)
         is_linear = hasattr(layer.self_attn, "g_a_proj")
-        if is_linear and fields.has_full_gate:
+        if is_linear and fields.use_full_rank_gate:
             del layer.self_attn.g_a_proj, layer.self_attn.g_b_proj
-        if fields.has_full_gate if is_linear else fields.gates_output:
+        if fields.use_full_rank_gate if is_linear else fields.mla_use_output_gate:
             width = layer.self_attn.o_proj.in_features
             layer.self_attn.g_proj = nn.Linear(config.hidden_size, width, bias=False)
-        if fields.latent_size is not None and hasattr(layer.mlp, "experts"):
-            _narrow_experts(layer.mlp, config.hidden_size, fields.latent_size, fields.has_latent_norm)
-    if fields.group_size is not None:
+        if fields.routed_expert_hidden_size is not None and hasattr(layer.mlp, "experts"):
+            _narrow_experts(layer.mlp, config.hidden_size, fields.routed_expert_hidden_size, fields.latent_moe_use_norm)
+    if fields.attn_res_block_size is not None:
         _add_mixture(model.model, "output_attn_res", config.hidden_size)
 
 
@@ -157,7 +148,7 @@ def _narrow_experts(mlp: Any, hidden_size: int, width: int, has_norm: bool) -> N
 
 def _load_sum_decoder(parts: Parts, num_layers: int) -> SumDecoder:
     """Load a decoder whose blocks come in groups."""
-    group_size = _K3Fields.of(parts.model.config).group_size
+    group_size = _K3Fields.of(parts.model.config).attn_res_block_size
     assert group_size is not None
 
     def mixer(name: str, norm: str, stores: bool = False) -> Mixer:
@@ -175,7 +166,7 @@ def _load_sum_decoder(parts: Parts, num_layers: int) -> SumDecoder:
 
 
 def _load_decoder(parts: Parts, num_layers: int) -> DecoderModule:
-    is_mixed = _K3Fields.of(parts.model.config).group_size is not None
+    is_mixed = _K3Fields.of(parts.model.config).attn_res_block_size is not None
     return _load_sum_decoder(parts, num_layers) if is_mixed else load_decoder(parts, num_layers)
 
 

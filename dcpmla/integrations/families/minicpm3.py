@@ -7,8 +7,7 @@ from typing import Any
 from torch import nn
 
 from dcpmla.config import MLAConfig
-from dcpmla.fields import SIZE, check_fields, number
-from dcpmla.integrations.config_checks import check_mla
+from dcpmla.fields import SIZE, number
 from dcpmla.integrations.decoder import load_decoder
 from dcpmla.integrations.families.family import Family
 from dcpmla.integrations.parts import Parts
@@ -41,12 +40,6 @@ class _MiniCPM3(Family):
         return replace(super().mla(config), rope_interleaved=False)
 
 
-def _check(config: Any) -> None:
-    """Raise ValueError for inconsistent fields of MLA, and for factors that no model has."""
-    check_mla(config)
-    check_fields(_RULES, vars(config))
-
-
 def _load_decoder(parts: Parts, num_layers: int) -> Decoder:
     """Load a decoder whose residual is x / s for MiniCPM3's x.
 
@@ -66,4 +59,4 @@ def _load_decoder(parts: Parts, num_layers: int) -> Decoder:
     return decoder
 
 
-MINICPM3 = _MiniCPM3("MiniCPM3", check_attention=_check, load_decoder=_load_decoder)
+MINICPM3 = _MiniCPM3("MiniCPM3", load_decoder=_load_decoder, rules=_RULES)

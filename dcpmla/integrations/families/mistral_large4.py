@@ -6,12 +6,12 @@ from typing import Any
 from dcpmla.attention.mla.factored_spec import FactoredSpec, without_positions
 from dcpmla.attention.stack import Stack
 from dcpmla.config import MLAConfig
-from dcpmla.fields import Rule, list_of, number, one_of, only, optional, whole
-from dcpmla.integrations.config_checks import check_mla
+from dcpmla.fields import Rule, list_of, number, only, optional, whole
+from dcpmla.integrations.config_checks import check_lengths, check_mla
 from dcpmla.integrations.decoder import load_decoder
 from dcpmla.integrations.families.names import name_rules
 from dcpmla.integrations.families.routing import Routing
-from dcpmla.integrations.families.sparse import SPARSE_LAYERS, SparseFamily
+from dcpmla.integrations.families.sparse import LAYER_RULES, SparseFamily
 from dcpmla.integrations.parts import Parts
 from dcpmla.model.block import Decoder
 from dcpmla.parallel.linear import fill
@@ -24,8 +24,7 @@ _RULES = {
     "index_skip_topk_offset": whole(1),
     "no_rope_layers": optional(list_of(whole(0, 1))),
     "kv_source_layers": optional(list_of(whole(0, 1023))),
-    "layer_types": optional(list_of(one_of(SPARSE_LAYERS))),
-    "mlp_layer_types": optional(list_of(one_of(("dense", "sparse")))),
+    **LAYER_RULES,
 }
 _NAMES = name_rules(  # Mistral's own
     (r"^tok_embeddings\.", "model.embed_tokens."),
@@ -85,9 +84,7 @@ class _MistralLarge4(SparseFamily):
 
 def _check_lists(raw: dict[str, Any], num_layers: int) -> None:
     """Raise ValueError for lists of a wrong length, and for a source without latents of its own."""
-    for name in ("no_rope_layers", "mlp_layer_types", "indexer_types", "index_topk_pattern"):
-        if (values := raw.get(name)) is not None and len(values) < num_layers:
-            raise ValueError(f"{name} has {len(values)} entries; num_hidden_layers is {num_layers}")
+    check_lengths(raw, ("no_rope_layers", "mlp_layer_types", "indexer_types", "index_topk_pattern"), num_layers)
     if (sources := raw.get("kv_source_layers")) is None:
         return
     if len(sources) != num_layers:

@@ -6,11 +6,16 @@ from typing import Any
 from dcpmla.attention.mla.latent_spec import LatentSpec
 from dcpmla.attention.stack import Stack
 from dcpmla.config import MLAConfig
+from dcpmla.fields import list_of, one_of, optional
 from dcpmla.indexer_config import IndexerConfig
 from dcpmla.integrations.families.family import Family
 
 # Names of layers of sparse MLA in layer_types: transformers 5.24 has the first, 5.17 the second.
 SPARSE_LAYERS = ("indexed_attention", "deepseek_sparse_attention")
+LAYER_RULES = {  # of families that have the fields
+    "layer_types": optional(list_of(one_of(SPARSE_LAYERS))),
+    "mlp_layer_types": optional(list_of(one_of(("dense", "sparse")))),
+}
 
 
 @dataclass(frozen=True)
