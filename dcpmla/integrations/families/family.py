@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 from dcpmla.attention.mla.latent_spec import LatentSpec
 from dcpmla.attention.stack import Stack
@@ -18,7 +18,6 @@ from dcpmla.integrations.config_checks import check_mla, check_model, check_raw_
 from dcpmla.integrations.decoder import Shapes, load_decoder, load_mtp, mtp_shapes
 from dcpmla.integrations.families.names import TEXT_RULES, NameRules
 from dcpmla.integrations.families.routing import Routing
-from dcpmla.integrations.families.text_model import TextModel
 from dcpmla.integrations.parts import Parts
 from dcpmla.integrations.sharded_model import DecoderModule, MtpModule
 from dcpmla.model.glu import Glu, LayerGlus
@@ -29,6 +28,22 @@ from dcpmla.model.glu import Glu, LayerGlus
 _LATENT_NORM_EPS = 1e-6
 NO_MTP = "leave --speculative-method mtp out, or take ngram"  # end of messages about a missing module
 _PER_LAYER = ("mlp_layer_types", "layer_types")  # lists of a config with an entry a layer
+
+
+class _TextModel(nn.Module):
+    """transformers' text model and a head, by the names of the multimodal model, where no other model has a head.
+
+    Args:
+        config: Config of the text model.
+        model: transformers' text model.
+    """
+
+    def __init__(self, config: Any, model: Any) -> None:
+        super().__init__()
+        self.config, self.model = config, model
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._keep_in_fp32_modules = model._keep_in_fp32_modules
+        self._keep_in_fp32_modules_strict = model._keep_in_fp32_modules_strict
 
 
 @dataclass(frozen=True)
@@ -142,7 +157,7 @@ class Family:
         """Return transformers' causal language model of a config, or its text model with a head."""
         name = type(config).__name__.removesuffix("Config")
         whole = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM", None)
-        return TextModel(config, getattr(transformers, f"{name}Model")(config)) if whole is None else whole(config)
+        return _TextModel(config, getattr(transformers, f"{name}Model")(config)) if whole is None else whole(config)
 
     def extend(self, model: Any) -> None:
         """Add what the family's models have beyond transformers' model, which has no weights."""
