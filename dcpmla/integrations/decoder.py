@@ -42,17 +42,6 @@ def load_decoder(
     return Decoder(parts.vector("model.embed_tokens.weight"), norms[0], blocks, parts.eps)
 
 
-def mtp_shapes(block: str, hidden_size: int, projections: tuple[str, ...]) -> Shapes:
-    """Return the shapes of an MTP module's norms and projections around its block.
-
-    Args:
-        projections: Names of one projection of embeddings and hidden states together, or of one of each.
-    """
-    norms = (f"{block}.{name}.weight" for name in ("enorm", "hnorm", "shared_head.norm"))
-    shape = hidden_size, 2 * hidden_size // len(projections)
-    return dict.fromkeys(norms, (hidden_size,)) | {f"{block}.{name}.weight": shape for name in projections}
-
-
 def load_mtp(parts: Parts, block: str, embedding: Tensor) -> MtpLayer:
     """Load an MTP module whose block is a `DecoderBlock`.
 

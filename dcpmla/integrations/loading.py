@@ -163,16 +163,14 @@ def _graph_makers(
     """
     num_seqs, limit = min(num_running, options.max_num_batched_tokens), options.max_num_batched_tokens
     token = torch.zeros((), dtype=torch.int64, device=model.device)
-    sizes, mesh = (max_model_len, num_seqs, options.max_query_len - 1), model.placement.mesh
+    sizes, query_len = (max_model_len, num_seqs), options.max_query_len
 
     def new_mixed(cache: Cache, steps: StepBuilder, longest: int) -> StepGraph:
+        mesh = model.placement.mesh
         return StepGraph.prompts(model, cache, steps, mesh, limit, num_seqs, longest, tokens_per_request)
 
-    def new_decode(cache: Cache, steps: StepBuilder, longest: int) -> StepGraph:
-        return StepGraph.decodes(model.decode, token, cache, steps, mesh, num_seqs, longest, options.max_query_len)
-
-    mixed = GraphMaker("steps with prompts", new_mixed, model, *sizes)
-    makers = [GraphMaker("decode steps", new_decode, model, *sizes)]
+    mixed = GraphMaker("steps with prompts", new_mixed, model, *sizes, query_len - 1)
+    makers = [GraphMaker.decodes("decode steps", model, model.decode, token, *sizes, query_len)]
     if options.speculative_method == "mtp":
         model.keep_hidden_states(max(limit, num_seqs, MAX_DRAFT_ROWS))
         makers += mtp_graphs(options.num_speculative_tokens, model, num_seqs, max_model_len)

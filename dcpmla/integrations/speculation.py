@@ -4,9 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.cache.layers import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.decode_graphs import GraphMaker
@@ -14,7 +12,7 @@ from dcpmla.integrations.families.table import family_of
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
 from dcpmla.runtime.drafts import Drafter, NoDrafter
-from dcpmla.runtime.graph import Step, StepGraph
+from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.mtp import MtpDrafter
 from dcpmla.runtime.ngram import NgramDrafter
 
@@ -54,14 +52,8 @@ def mtp_graphs(num_speculative_tokens: int, model: ShardedModel, max_num_seqs: i
     num_reqs = min(max_num_seqs, MAX_DRAFT_ROWS // (1 + num_speculative_tokens))
     hidden_state = torch.zeros_like(model.hidden_rows[0])
     row = model.join(torch.zeros(1, dtype=torch.int64, device=model.device), hidden_state[None])[0]
-
-    def maker(step: Step, input_like: Tensor, query_len: int) -> GraphMaker:
-        def new(cache: Cache, steps: StepBuilder, longest: int) -> StepGraph:
-            return StepGraph.decodes(step, input_like, cache, steps, model.placement.mesh, num_reqs, longest, query_len)
-
-        return GraphMaker("drafts", new, model, longest, num_reqs, query_len - 1)
-
+    sizes = longest, num_reqs
     return [
-        maker(model.predict, torch.zeros_like(row), 1 + num_speculative_tokens),
-        maker(model.draft, hidden_state, num_speculative_tokens),
+        GraphMaker.decodes("drafts", model, model.predict, torch.zeros_like(row), *sizes, 1 + num_speculative_tokens),
+        GraphMaker.decodes("drafts", model, model.draft, hidden_state, *sizes, num_speculative_tokens),
     ]

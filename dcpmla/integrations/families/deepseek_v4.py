@@ -1,12 +1,13 @@
 """DeepSeek-V4: attention over a window and compressed entries, blocks over several streams, names of its own."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dcpmla.attention.layers.compressed.spec import compressed_stack
 from dcpmla.attention.stack import Stack
 from dcpmla.fields import LARGEST_SIZE, even, only
-from dcpmla.integrations.decoder import Shapes, mtp_shapes
+from dcpmla.integrations.decoder import Shapes
 from dcpmla.integrations.families.deepseek_v4_config import check_compressed, compressed_config
 from dcpmla.integrations.families.family import NO_MTP, Family
 from dcpmla.integrations.families.names import name_rules
@@ -53,12 +54,10 @@ _WINDOW = (0, "sliding_attention")  # entries of compress_ratios and of layer_ty
 class _DeepseekV4(Family):
     """DeepSeek-V4, whose MTP module has a window alone and a router of its own."""
 
-    def read_config(self, raw: dict[str, Any]) -> Any:
-        """Return the config with the MTP module's entry, mtp_attention, which transformers drops."""
-        config = super().read_config(raw)
+    def complete(self, config: Any, raw: Mapping[str, Any]) -> None:
+        """Add the MTP module's entry as mtp_attention."""
         name = "compress_ratios" if raw.get("layer_types") is None else "layer_types"
         config.mtp_attention = {name: (raw.get(name) or [])[config.num_hidden_layers :][:1]}
-        return config
 
     def translate(self, raw: dict[str, Any]) -> dict[str, Any]:
         """Return the fields, whose two fields for the width of the rotary embedding agree."""
@@ -88,10 +87,11 @@ class _DeepseekV4(Family):
 
     def mtp_shapes(self, config: Any, block: str, of_model: Shapes) -> Shapes:
         """Return the shapes of the MTP module's weights that are in no decoder layer of transformers' model."""
-        size, num = config.hidden_size, config.hc_mult
-        collapse = {"fn": (num, num * size), "base": (num,), "scale": (1,)}
-        shapes = mtp_shapes(block, size, ("e_proj", "h_proj"))
-        return shapes | {f"{block}.hc_head_{part}": shape for part, shape in collapse.items()}
+        num = config.hc_mult
+        collapse = {"fn": (num, num * config.hidden_size), "base": (num,), "scale": (1,)}
+        return super().mtp_shapes(config, block, of_model) | {
+            f"{block}.hc_head_{part}": shape for part, shape in collapse.items()
+        }
 
 
 DEEPSEEK_V4 = _DeepseekV4(
@@ -102,5 +102,6 @@ DEEPSEEK_V4 = _DeepseekV4(
     load_stream_mtp,
     rules=_RULES,
     mtp_layer={"layer_types": "sliding_attention", "mlp_layer_types": "moe"},
+    mtp_projections=("e_proj", "h_proj"),
     names=(*_MTP_NAMES, *V4_NAMES),
 )

@@ -3,6 +3,7 @@
 transformers has no such model; its model of DeepSeek-V4, with the weights of V4.1's attention, has the shapes.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,9 +40,7 @@ _NEEDED = (
     *("compress_ratios", *_SOURCES, "candidate_source_layer_id"),
 )
 _RAW_RULES = {
-    "num_hidden_layers": whole(1, 1024),
     "head_dim": SIZE,
-    "qk_rope_head_dim": even(LARGEST_SIZE),
     **dict.fromkeys(("num_key_value_heads", "n_shared_experts", "gate_temp"), either(only(1), only(1.0))),
     "attention_bias": only(False),
     "norm_topk_prob": FLAG,
@@ -59,11 +58,9 @@ _RAW_RULES = {
 class _DeepseekV41(Family):
     """DeepSeek-V4.1's text model."""
 
-    def read_config(self, raw: dict[str, Any]) -> Any:
-        """Return transformers' config of DeepSeek-V4 with the fields of V4.1."""
-        config = super().read_config(raw)
+    def complete(self, config: Any, raw: Mapping[str, Any]) -> None:
+        """Name the model type in transformers' config of DeepSeek-V4."""
         config.model_type = _MODEL_TYPE
-        return config
 
     def translate(self, raw: dict[str, Any]) -> dict[str, Any]:
         """Return the fields for layers with windows alone, because transformers refuses these ratios."""

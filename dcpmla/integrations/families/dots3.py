@@ -1,6 +1,7 @@
 """dots3: sparse MLA and MLA with a window, with gates of both; the text model of its multimodal checkpoints."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from dcpmla.attention.layers.windowed.spec import WindowSpec
 from dcpmla.attention.mla.latent_spec import LatentSpec
-from dcpmla.attention.stack import Stack
+from dcpmla.attention.spec import LayerSpec
 from dcpmla.config import MLAConfig
 from dcpmla.fields import (
     LARGEST_SIZE,
@@ -25,11 +26,11 @@ from dcpmla.fields import (
     optional,
     whole,
 )
-from dcpmla.indexer_config import IndexerConfig
 from dcpmla.integrations.config_checks import check_kinds, check_model, check_rope_fields
 from dcpmla.integrations.decoder import Shapes, load_mtp
 from dcpmla.integrations.families.family import Family
 from dcpmla.integrations.families.names import name_rules
+from dcpmla.integrations.families.sparse import read_indexer
 from dcpmla.integrations.parts import Parts
 from dcpmla.model.mtp import MtpLayer
 
@@ -46,7 +47,6 @@ _RAW_RULES = {
     "moe_shared_expert_intermediate_size": SIZE,
     **dict.fromkeys(("rope_parameters.indexed_attention", "rope_parameters.sliding_attention"), OBJECT),
     "per_layer_config": optional(Rule("an object of objects", lambda value: _holds_objects(value))),
-    "num_hidden_layers": whole(1, 1024),
     "n_routed_experts": whole(2, 1 << 16),
     "mtp_layer_types": optional(list_of(one_of(("full_attention", FULL, WINDOW)))),
     "moe_layer_freq": either(whole(1), list_of(whole(0, 1))),
@@ -72,17 +72,14 @@ class _Dots3(Family):
         self.check_attention(config)
         check_model(config.per_layer_config[FULL], self.routing)
 
-    def attention(self, config: Any, has_mtp: bool = False) -> Stack:
+    def mla(self, config: Any) -> MLAConfig:
+        """Return the geometry of layers with an indexer."""
+        return replace(self._mla(config, FULL), indexer=read_indexer(config))
+
+    def layers(self, config: Any, mla: MLAConfig, has_mtp: bool) -> Iterable[LayerSpec]:
         """Return layers with indexers and layers with a window; the first of a pass with a window writes the windows
         for all.
         """
-        indexer = IndexerConfig(
-            num_heads=config.index_n_heads,
-            head_dim=config.index_head_dim,
-            topk=config.index_topk,
-            rope_interleaved=getattr(config, "indexer_rope_interleave", None) is not False,
-        )
-        mla = replace(self._mla(config, FULL), indexer=indexer)
         full = LatentSpec(mla, True, rotary=FULL)
         windowed = replace(self._mla(config, WINDOW), window=config.sliding_window)
         window = WindowSpec(windowed, rotary=WINDOW)
@@ -90,13 +87,13 @@ class _Dots3(Family):
         for layer in (config.layer_types.index(WINDOW), *([len(layers) - 1] if has_mtp else [])):
             if layers[layer] is window:
                 layers[layer] = replace(window, selects=True)
-        return Stack(mla, tuple(layers))
+        return layers
 
     def _mla(self, config: Any, kind: str) -> MLAConfig:
         """Return the geometry of layers of a type. The factor of the query latent is in the scale of scores; the
         indexer's choice does not depend on it.
         """
-        mla = self.mla(config.per_layer_config[kind])
+        mla = super().mla(config.per_layer_config[kind])
         assert mla.q_lora_rank is not None
         return replace(
             mla,

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,12 +10,13 @@ import transformers
 from torch import Tensor, nn
 
 from dcpmla.attention.mla.latent_spec import LatentSpec
+from dcpmla.attention.spec import LayerSpec
 from dcpmla.attention.stack import Stack
 from dcpmla.config import MLAConfig
 from dcpmla.fields import Rule
 from dcpmla.hf_quantization import has_quantized_weights
 from dcpmla.integrations.config_checks import check_mla, check_model, check_raw_config
-from dcpmla.integrations.decoder import Shapes, load_decoder, load_mtp, mtp_shapes
+from dcpmla.integrations.decoder import Shapes, load_decoder, load_mtp
 from dcpmla.integrations.families.names import TEXT_RULES, NameRules
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.parts import Parts
@@ -59,6 +60,8 @@ class Family:
         rules: Rules for fields of a config.json that the family has, or of which it has a single value, by name; a
             field of an object as "object.field".
         mtp_layer: Entries of the MTP module's layer in the config's lists; a list without one repeats its last entry.
+        mtp_projections: Names of the MTP module's projection of embeddings and hidden states together, or of one of
+            each.
         names: Rules for names of tensors, after the rules of all families.
         no_mtp: Reason why no MTP module is computed, which follows "speculative_method is 'mtp'"; empty if one is.
     """
@@ -70,6 +73,7 @@ class Family:
     load_mtp: Callable[[Parts, str, Tensor], MtpModule] = load_mtp
     rules: Mapping[str, Rule] = field(default_factory=dict)
     mtp_layer: Mapping[str, str] = field(default_factory=dict)
+    mtp_projections: tuple[str, ...] = ("eh_proj",)
     names: NameRules = ()
     no_mtp: str = ""
 
@@ -97,6 +101,7 @@ class Family:
             del raw["quantization_config"]
         config = self.config_class().from_dict(self.translate(raw))
         self.check(config)
+        self.complete(config, raw)
         return config
 
     def check_raw(self, raw: dict[str, Any]) -> None:
@@ -106,6 +111,9 @@ class Family:
     def translate(self, raw: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of a config.json, which keep to the rules, as transformers' class takes them."""
         return raw
+
+    def complete(self, config: Any, raw: Mapping[str, Any]) -> None:
+        """Add fields of a config.json to its transformers config, which lacks them."""
 
     def check(self, config: Any) -> None:
         """Raise ValueError for a transformers config that no such model can have."""
@@ -121,7 +129,11 @@ class Family:
             ValueError: A field that no attention can have.
         """
         mla = self.mla(config)
-        return Stack(mla, (LatentSpec(mla),) * config.num_hidden_layers)
+        return Stack(mla, tuple(self.layers(config, mla, has_mtp)))
+
+    def layers(self, config: Any, mla: MLAConfig, has_mtp: bool) -> Iterable[LayerSpec]:
+        """Return the specs of all layers, from the geometry of layers of MLA."""
+        return (LatentSpec(mla),) * config.num_hidden_layers
 
     def mla(self, config: Any) -> MLAConfig:
         """Return the geometry of layers of MLA as DeepSeek-V3 reads its fields.
@@ -200,7 +212,10 @@ class Family:
             block: Name of the module's block, a layer after the model's.
             of_model: Shapes of the model's weights by their names (`published_shapes`).
         """
-        return mtp_shapes(block, config.hidden_size, ("eh_proj",))
+        size, projections = config.hidden_size, self.mtp_projections
+        norms = (f"{block}.{name}.weight" for name in ("enorm", "hnorm", "shared_head.norm"))
+        shape = size, 2 * size // len(projections)
+        return dict.fromkeys(norms, (size,)) | {f"{block}.{name}.weight": shape for name in projections}
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:

@@ -1,6 +1,7 @@
 """The text model of GLM-5-Next: linear attention and sparse MLA over pools, over several streams of the residual."""
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -8,14 +9,13 @@ from typing import Any
 from dcpmla.attention.layers.linear.config import DeltaConfig
 from dcpmla.attention.layers.linear.spec import DeltaSpec
 from dcpmla.attention.layers.pooled.spec import PooledSpec
-from dcpmla.attention.stack import Stack
+from dcpmla.attention.spec import LayerSpec
 from dcpmla.config import MLAConfig
-from dcpmla.fields import FLAG, OBJECT, SIZE, check_fields, list_of, number, one_of, only, optional, rules_of, whole
-from dcpmla.indexer_config import IndexerConfig
+from dcpmla.fields import FLAG, OBJECT, SIZE, check_fields, list_of, number, one_of, only, optional, whole
 from dcpmla.integrations.config_checks import check_kinds
-from dcpmla.integrations.families.hybrid import HYBRID_NAMES, HybridFamily
+from dcpmla.integrations.families.hybrid import HYBRID_NAMES, HybridFamily, check_linear
 from dcpmla.integrations.families.names import name_rules
-from dcpmla.integrations.families.sparse import SPARSE_LAYERS
+from dcpmla.integrations.families.sparse import SPARSE_LAYERS, read_indexer
 from dcpmla.integrations.families.streams import drop_connections, load_streams, with_single_stream
 from dcpmla.model.streams import StreamMean
 
@@ -37,7 +37,6 @@ _RAW_RULES = {
     "linear_attn_config.gate_lower_bound": _FLOOR,
     "linear_attn_config.safe_gate": FLAG,
 }
-_DELTA_FIELDS = {"num_heads": "linear_num_heads", "head_dim": "linear_head_dim", "conv_size": "linear_conv_kernel_dim"}
 _STREAM_NAMES = name_rules((r"\.hc_(attn|ffn)_(fn|base|scale)$", r".\1_hc.\2"))
 
 
@@ -53,13 +52,8 @@ class _Glm5Next(HybridFamily):
         """Return the geometry of layers of MLA with an indexer of pools."""
         padded = copy.copy(config)
         padded.qk_rope_head_dim = _PADDING
-        indexer = IndexerConfig(
-            num_heads=config.index_n_heads,
-            head_dim=config.index_head_dim,
-            topk=config.index_topk + config.index_kpool - 1,
-            rope_interleaved=False,
-            pool_size=config.index_kpool,
-        )
+        topk = config.index_topk + config.index_kpool - 1
+        indexer = replace(read_indexer(config), topk=topk, rope_interleaved=False, pool_size=config.index_kpool)
         return replace(
             super().mla(padded),
             softmax_scale=config.qk_nope_head_dim**-0.5,
@@ -73,16 +67,12 @@ class _Glm5Next(HybridFamily):
         """Return the geometry of layers of linear attention."""
         return replace(super().delta(config), decay_floor=config.linear_lower_bound)
 
-    def attention(self, config: Any, has_mtp: bool = False) -> Stack:
+    def layers(self, config: Any, mla: MLAConfig, has_mtp: bool) -> Iterable[LayerSpec]:
         """Return layers of linear attention and of sparse MLA over pools."""
-        mla, linear, index_layers = self.mla(config), DeltaSpec(self.delta(config)), _index_layers(config)
-        types = enumerate(config.layer_types)
-        return Stack(
-            mla,
-            tuple(
-                linear if each == "linear_attention" else PooledSpec(mla, layer in index_layers)
-                for layer, each in types
-            ),
+        linear, index_layers = DeltaSpec(self.delta(config)), _index_layers(config)
+        return (
+            linear if each == "linear_attention" else PooledSpec(mla, layer in index_layers)
+            for layer, each in enumerate(config.layer_types)
         )
 
     def extend(self, model: Any) -> None:
@@ -113,8 +103,8 @@ def _index_layers(config: Any) -> tuple[int, ...]:
 
 def _check(config: Any) -> None:
     """Raise ValueError for inconsistent fields of attention and of layers."""
-    rules = {_DELTA_FIELDS[name]: rule for name, rule in rules_of(DeltaConfig).items() if name in _DELTA_FIELDS}
-    check_fields(rules | {"linear_lower_bound": _FLOOR, "q_lora_rank": SIZE}, vars(config))
+    check_linear(config)
+    check_fields({"linear_lower_bound": _FLOOR, "q_lora_rank": SIZE}, vars(config))
     if config.index_topk % config.index_kpool:
         raise ValueError(
             f"index_topk is {config.index_topk}; it must be a multiple of index_kpool {config.index_kpool}"

@@ -1,12 +1,13 @@
 """Families of layers of MLA and of Kimi Delta Attention, and Ling."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dcpmla.attention.layers.linear.config import DeltaConfig
 from dcpmla.attention.layers.linear.spec import DeltaSpec
 from dcpmla.attention.mla.latent_spec import LatentSpec
-from dcpmla.attention.stack import Stack
+from dcpmla.attention.spec import LayerSpec
 from dcpmla.config import MLAConfig
 from dcpmla.fields import FLAG, check_fields, list_of, number, one_of, only, optional, rules_of, whole
 from dcpmla.integrations.config_checks import check_kinds, check_lengths, check_rope
@@ -64,11 +65,10 @@ class HybridFamily(Family):
             rms_norm_eps=config.rms_norm_eps,
         )
 
-    def attention(self, config: Any, has_mtp: bool = False) -> Stack:
+    def layers(self, config: Any, mla: MLAConfig, has_mtp: bool) -> Iterable[LayerSpec]:
         """Return layers of MLA and of linear attention."""
-        mla, linear = self.mla(config), DeltaSpec(self.delta(config))
-        layers = (linear if each == "linear_attention" else LatentSpec(mla) for each in config.layer_types)
-        return Stack(mla, tuple(layers))
+        linear = DeltaSpec(self.delta(config))
+        return (linear if each == "linear_attention" else LatentSpec(mla) for each in config.layer_types)
 
     def with_mtp_layer(self, config: Any) -> Any:
         """Return a config with the MTP module's decoder layer, which has MLA."""
@@ -100,10 +100,15 @@ class _Ling(HybridFamily):
         return LayerGlus(routed, shared, SWIGLU)
 
 
+def check_linear(config: Any) -> None:
+    """Raise ValueError for a field of linear attention that no layer can have."""
+    check_fields({_DELTA_FIELDS.get(name, name): rule for name, rule in rules_of(DeltaConfig).items()}, vars(config))
+
+
 def check_hybrid(config: Any) -> None:
     """Raise ValueError unless each layer is MLA or linear attention, and both exist."""
-    rules = {_DELTA_FIELDS.get(name, name): rule for name, rule in rules_of(DeltaConfig).items()}
-    check_fields(rules | {"layer_types": list_of(one_of(_TYPES)), "kda_safe_gate": FLAG}, vars(config))
+    check_linear(config)
+    check_fields({"layer_types": list_of(one_of(_TYPES)), "kda_safe_gate": FLAG}, vars(config))
     check_kinds(config, _TYPES)
 
 

@@ -1,5 +1,6 @@
 """Kimi Linear, and the text model of Kimi-K3, which has the same model type and more fields."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple
 
@@ -16,6 +17,9 @@ from dcpmla.integrations.sharded_model import DecoderModule
 from dcpmla.model.glu import Glu, LayerGlus
 from dcpmla.model.sum_decoder import SumBlock, SumDecoder
 from dcpmla.model.sums import Mixer
+
+
+_OF_LINEAR = ("use_full_rank_gate", "gate_lower_bound")  # fields of linear_attn_config
 
 
 class _K3Fields(NamedTuple):
@@ -40,15 +44,17 @@ class _K3Fields(NamedTuple):
     @classmethod
     def of(cls, config: Any) -> "_K3Fields":
         """Return the fields of a transformers config."""
-        values = vars(config) | (getattr(config, "linear_attn_config", None) or {})
-        return cls(**{name: values[name] for name in cls._fields if name in values})
+        linear = getattr(config, "linear_attn_config", None) or {}
+        values = {name: (linear if name in _OF_LINEAR else vars(config)).get(name) for name in cls._fields}
+        return cls(**{name: value for name, value in values.items() if value is not None})
 
 
 _LAYERS = list_of(whole(1, 1024))
 _RULES = {
     "linear_attn_config": OBJECT,
-    **rules_of(_K3Fields),
-    **{f"linear_attn_config.{name}": rule for name, rule in rules_of(_K3Fields).items()},
+    **{
+        f"linear_attn_config.{name}" if name in _OF_LINEAR else name: rule for name, rule in rules_of(_K3Fields).items()
+    },
     "mla_use_nope": only(True),
     "hidden_act": one_of(("silu", "swish", "situ")),
     **dict.fromkeys(("activation_situ_beta", "activation_situ_linear_beta"), optional(number(0, above=True))),
@@ -63,12 +69,10 @@ _RULES = {
 class _Kimi(HybridFamily):
     """Kimi Linear, whose MLA has no positions, and Kimi-K3."""
 
-    def read_config(self, raw: dict[str, Any]) -> Any:
-        """Return Kimi Linear's config, with `situ_bounds` if the activation has them."""
-        config = super().read_config(raw)
+    def complete(self, config: Any, raw: Mapping[str, Any]) -> None:
+        """Add `situ_bounds` if the activation has them."""
         if raw.get("hidden_act") == "situ":
             config.situ_bounds = raw.get("activation_situ_beta") or 1.0, raw.get("activation_situ_linear_beta")
-        return config
 
     def translate(self, raw: dict[str, Any]) -> dict[str, Any]:
         """Return the fields with an activation that transformers has."""
@@ -91,15 +95,27 @@ class _Kimi(HybridFamily):
     def glus(self, config: Any, layer: int) -> LayerGlus:
         """Return a layer's gated linear units: SiTU for Kimi-K3."""
         bounds = getattr(config, "situ_bounds", None)
-        return (
-            super().glus(config, layer)
-            if bounds is None
-            else LayerGlus(*3 * [Glu(bounds[0], bounds[1], is_smooth=True)])
-        )
+        return super().glus(config, layer) if bounds is None else LayerGlus(*3 * [Glu(bounds[0], bounds[1], True)])
 
     def extend(self, model: Any) -> None:
-        """Give Kimi Linear's model the weights of Kimi-K3's."""
-        _extend_to_k3(model)
+        """Change modules of transformers' Kimi Linear into Kimi-K3's, by the config's fields."""
+        config, fields = model.config, _K3Fields.of(model.config)
+        for layer in model.model.layers:
+            if fields.attn_res_block_size is not None:
+                _add_mixture(layer, "self_attention_res", config.hidden_size)
+                _add_mixture(layer, "mlp_res", config.hidden_size)
+            is_linear = hasattr(layer.self_attn, "g_a_proj")
+            if is_linear and fields.use_full_rank_gate:
+                del layer.self_attn.g_a_proj, layer.self_attn.g_b_proj
+            if fields.use_full_rank_gate if is_linear else fields.mla_use_output_gate:
+                width = layer.self_attn.o_proj.in_features
+                layer.self_attn.g_proj = nn.Linear(config.hidden_size, width, bias=False)
+            if fields.routed_expert_hidden_size is not None and hasattr(layer.mlp, "experts"):
+                _narrow_experts(
+                    layer.mlp, config.hidden_size, fields.routed_expert_hidden_size, fields.latent_moe_use_norm
+                )
+        if fields.attn_res_block_size is not None:
+            _add_mixture(model.model, "output_attn_res", config.hidden_size)
 
 
 def _check_layers(kda_layers: list[int], full_attn_layers: list[int], num_layers: object) -> None:
@@ -109,25 +125,6 @@ def _check_layers(kda_layers: list[int], full_attn_layers: list[int], num_layers
             f"linear_attn_config.kda_layers and full_attn_layers are {kda_layers} and {full_attn_layers}; together "
             f"they must be the layers 1 to num_hidden_layers {num_layers}, each once"
         )
-
-
-def _extend_to_k3(model: Any) -> None:
-    """Change modules of transformers' Kimi Linear into Kimi-K3's, by the config's fields."""
-    config, fields = model.config, _K3Fields.of(model.config)
-    for layer in model.model.layers:
-        if fields.attn_res_block_size is not None:
-            _add_mixture(layer, "self_attention_res", config.hidden_size)
-            _add_mixture(layer, "mlp_res", config.hidden_size)
-        is_linear = hasattr(layer.self_attn, "g_a_proj")
-        if is_linear and fields.use_full_rank_gate:
-            del layer.self_attn.g_a_proj, layer.self_attn.g_b_proj
-        if fields.use_full_rank_gate if is_linear else fields.mla_use_output_gate:
-            width = layer.self_attn.o_proj.in_features
-            layer.self_attn.g_proj = nn.Linear(config.hidden_size, width, bias=False)
-        if fields.routed_expert_hidden_size is not None and hasattr(layer.mlp, "experts"):
-            _narrow_experts(layer.mlp, config.hidden_size, fields.routed_expert_hidden_size, fields.latent_moe_use_norm)
-    if fields.attn_res_block_size is not None:
-        _add_mixture(model.model, "output_attn_res", config.hidden_size)
 
 
 def _add_mixture(module: nn.Module, name: str, hidden_size: int) -> None:
@@ -146,10 +143,11 @@ def _narrow_experts(mlp: Any, hidden_size: int, width: int, has_norm: bool) -> N
         mlp.routed_expert_norm = nn.RMSNorm(width)
 
 
-def _load_sum_decoder(parts: Parts, num_layers: int) -> SumDecoder:
-    """Load a decoder whose blocks come in groups."""
+def _load_decoder(parts: Parts, num_layers: int) -> DecoderModule:
+    """Load a decoder, whose blocks come in groups in Kimi-K3."""
     group_size = _K3Fields.of(parts.model.config).attn_res_block_size
-    assert group_size is not None
+    if group_size is None:
+        return load_decoder(parts, num_layers)
 
     def mixer(name: str, norm: str, stores: bool = False) -> Mixer:
         score = parts.vector(f"{name}_norm.weight").float() * parts.vector(f"{name}_proj.weight")[0].float()
@@ -163,11 +161,6 @@ def _load_sum_decoder(parts: Parts, num_layers: int) -> SumDecoder:
         to_mlp = mixer(f"{name}.mlp_res", f"{name}.post_attention_layernorm")
         blocks.append(SumBlock(layer, attention, parts.mlp(f"{name}.mlp"), (to_attention, to_mlp), parts.reduce))
     return SumDecoder(parts.vector("model.embed_tokens.weight"), blocks, mixer("model.output_attn_res", "model.norm"))
-
-
-def _load_decoder(parts: Parts, num_layers: int) -> DecoderModule:
-    is_mixed = _K3Fields.of(parts.model.config).attn_res_block_size is not None
-    return _load_sum_decoder(parts, num_layers) if is_mixed else load_decoder(parts, num_layers)
 
 
 KIMI_LINEAR = _Kimi(

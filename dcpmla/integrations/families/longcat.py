@@ -1,6 +1,7 @@
 """LongCat, whose blocks have attention and an MLP twice and experts, and whose latents have factors."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from dcpmla.attention.mla.latent_spec import LatentSpec
-from dcpmla.attention.stack import Stack
+from dcpmla.attention.spec import LayerSpec
 from dcpmla.config import MLAConfig
 from dcpmla.fields import one_of, only
 from dcpmla.integrations.decoder import Shapes, load_decoder
@@ -45,10 +46,9 @@ class _Longcat(Family):
         scale = mla.softmax_scale * math.sqrt(config.hidden_size / config.q_lora_rank)
         return replace(mla, softmax_scale=scale, kv_lora_scale=math.sqrt(config.hidden_size / config.kv_lora_rank))
 
-    def attention(self, config: Any, has_mtp: bool = False) -> Stack:
+    def layers(self, config: Any, mla: MLAConfig, has_mtp: bool) -> Iterable[LayerSpec]:
         """Return dense MLA; the MTP module has one layer."""
-        mla = self.mla(config)
-        return Stack(mla, (LatentSpec(mla),) * (config.num_hidden_layers + has_mtp))
+        return (LatentSpec(mla),) * (config.num_hidden_layers + has_mtp)
 
     def check_mtp(self, config: Any) -> None:
         """Pass: every model has a module."""

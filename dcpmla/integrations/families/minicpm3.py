@@ -1,6 +1,7 @@
 """MiniCPM3, whose embedding, residual branches and logits have factors."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,16 +25,14 @@ _RULES = {
 class _MiniCPM3(Family):
     """MiniCPM3, whose rotary embedding rotates halves."""
 
-    def read_config(self, raw: dict[str, Any]) -> Any:
-        """Return the config with the factor that `longrope` computes where the file has none.
+    def complete(self, config: Any, raw: Mapping[str, Any]) -> None:
+        """Add the factor that `longrope` computes where the file has none.
 
         transformers before 5.24 builds no model without it.
         """
-        config = super().read_config(raw)
         rope = config.rope_parameters
         if rope["rope_type"] == "longrope":
             rope.setdefault("factor", config.max_position_embeddings / rope["original_max_position_embeddings"])
-        return config
 
     def mla(self, config: Any) -> MLAConfig:
         """Return the geometry of layers that rotate halves."""

@@ -1,10 +1,11 @@
 """The text model of Mistral Large 4: sparse MLA with and without positions, whose queries have factors."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dcpmla.attention.mla.factored_spec import FactoredSpec, without_positions
-from dcpmla.attention.stack import Stack
+from dcpmla.attention.spec import LayerSpec
 from dcpmla.config import MLAConfig
 from dcpmla.fields import Rule, list_of, number, only, optional, whole
 from dcpmla.integrations.config_checks import check_lengths, check_mla
@@ -64,21 +65,17 @@ class _MistralLarge4(SparseFamily):
         indexer = replace(mla.indexer, norms_hidden=True)
         return replace(mla, indexer=indexer, rms_norm_eps=config.rms_norm_eps, has_query_factors=True)
 
-    def attention(self, config: Any, has_mtp: bool = False) -> Stack:
+    def layers(self, config: Any, mla: MLAConfig, has_mtp: bool) -> Iterable[LayerSpec]:
         """Return sparse MLA, with and without positions."""
-        plain = super().attention(config)
-        geometries = without_positions(plain.config), plain.config
-        return Stack(
-            plain.config,
-            tuple(
-                FactoredSpec(
-                    geometries[bool(config.no_rope_layers[layer])],
-                    spec.has_indexer,
-                    source=None if source == layer else source,
-                    is_source=layer in config.kv_source_layers[layer + 1 :],
-                )
-                for layer, (spec, source) in enumerate(zip(plain.layers, config.kv_source_layers, strict=True))
-            ),
+        geometries, plain = (without_positions(mla), mla), super().layers(config, mla, has_mtp)
+        return (
+            FactoredSpec(
+                geometries[bool(config.no_rope_layers[layer])],
+                spec.has_indexer,
+                source=None if source == layer else source,
+                is_source=layer in config.kv_source_layers[layer + 1 :],
+            )
+            for layer, (spec, source) in enumerate(zip(plain, config.kv_source_layers, strict=True))
         )
 
 
