@@ -18,7 +18,6 @@ from dcpmla.model.glu import Glu, LayerGlus
 from dcpmla.model.sum_decoder import SumBlock, SumDecoder
 from dcpmla.model.sums import Mixer
 
-
 _OF_LINEAR = ("use_full_rank_gate", "gate_lower_bound")  # fields of linear_attn_config
 
 
