@@ -3,15 +3,17 @@
 import math
 from collections.abc import Iterator
 from itertools import accumulate
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
+from tokenizers import Regex, normalizers
 from torch import Tensor, nn
 
 from dcpmla.fields import Size, check_fields, list_of, rules_of, whole
 from dcpmla.integrations.parts import Parts
-from dcpmla.integrations.vocabulary import compress_vocabulary
+from dcpmla.integrations.tokenizer import load_tokenizer
 from dcpmla.model.buckets import Buckets
 from dcpmla.model.memory import NgramMemory
 from dcpmla.model.ngrams import NgramHash
@@ -23,6 +25,17 @@ from dcpmla.parallel.quantized import GroupFp8, cut, unpack
 _LARGEST_TABLE = (1 << 31) - 1  # rows, whose numbers are int32
 _PART_ROWS = 1 << 20  # rows of a table that are read at a time
 _SEED = 10007  # times a layer's number is the seed of the layer's multipliers
+# A token that is one space has this private letter as its text until spaces are stripped.
+_LONE_SPACE = "\ue000"
+_SPELLINGS = normalizers.Sequence(
+    [
+        normalizers.NFKC(),
+        normalizers.NFD(),
+        normalizers.StripAccents(),
+        normalizers.Lowercase(),
+        normalizers.Replace(Regex(r"[ \t\r\n]+"), " "),
+    ]
+)
 
 
 class NgramSizes(NamedTuple):
@@ -153,7 +166,7 @@ def load_hash(parts: Parts, sizes: NgramSizes) -> NgramHash:
         ValueError: There is no tokenizer, or it does not make as many compressed ids as the config says.
     """
     directory, vocab_size, placement = parts.directory, parts.model.config.vocab_size, parts.placement
-    ids = compress_vocabulary(directory)
+    ids = _compress_vocabulary(directory)
     if max(ids) + 1 != sizes.compressed_vocab_size:
         raise ValueError(
             f"engram_compressed_vocab_size is {sizes.compressed_vocab_size}; the tokenizer in {directory} makes "
@@ -175,6 +188,30 @@ def load_hash(parts: Parts, sizes: NgramSizes) -> NgramHash:
         primes.cumsum(1) - primes,
     )
     return NgramHash(token_map, pad_id, buckets).to(placement.device)
+
+
+def _compress_vocabulary(directory: Path) -> list[int]:
+    """Return the compressed id of each token of a tokenizer: ids in order of first use, one for all tokens whose texts
+    are alike without case, accents and space around them.
+    """
+    tokenizer, reason = load_tokenizer(directory)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        reason = reason or f"{type(tokenizer).__name__} is not one of the tokenizers library"
+        raise ValueError(f"model (--model): {directory} has no tokenizer for its hashes of n-grams: {reason}")
+    ids: dict[str, int] = {}
+    return [ids.setdefault(_spelling(backend, token), len(ids)) for token in range(len(tokenizer))]
+
+
+def _spelling(backend: Any, token: int) -> str:
+    """Return the text that tokens of one compressed id share; for a part of a character the token's own name."""
+    text: str = backend.decode([token], skip_special_tokens=False)
+    if "\ufffd" in text:
+        return str(backend.id_to_token(token))
+    alike = _SPELLINGS.normalize_str(text)
+    alike = _LONE_SPACE if alike == " " else alike
+    # Training took a letter for the lone space, too, so a text with this letter has a space instead.
+    return normalizers.Strip().normalize_str(alike).replace(_LONE_SPACE, " ") or text
 
 
 def load_memory(parts: Parts, name: str, number: int, sizes: NgramSizes) -> NgramMemory:

@@ -19,11 +19,10 @@ from dcpmla.config import DCPConfig
 from dcpmla.hf_quantization import scale_block
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.config_checks import check_generation_config
-from dcpmla.integrations.decoder import Shapes
 from dcpmla.integrations.dummy import dummy_weights
 from dcpmla.integrations.families.family import NO_MTP
 from dcpmla.integrations.families.table import family_of
-from dcpmla.integrations.parts import Parts
+from dcpmla.integrations.parts import Parts, Shapes
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.skeleton import build_skeleton, check_shapes, part_of, published_shapes
 from dcpmla.model.deterministic import make_deterministic

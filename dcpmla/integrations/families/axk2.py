@@ -7,11 +7,10 @@ from torch import Tensor
 
 from dcpmla.config import MLAConfig
 from dcpmla.fields import SIZE, whole
-from dcpmla.integrations.decoder import load_decoder
 from dcpmla.integrations.families.names import name_rules
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.families.sparse import LAYER_RULES, SparseFamily
-from dcpmla.integrations.parts import Parts
+from dcpmla.integrations.parts import Parts, load_decoder
 from dcpmla.model.block import Decoder, DecoderBlock
 from dcpmla.model.norm_gate import NormGate
 

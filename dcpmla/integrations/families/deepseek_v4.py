@@ -7,12 +7,12 @@ from typing import Any
 from dcpmla.attention.layers.compressed.spec import compressed_stack
 from dcpmla.attention.stack import Stack
 from dcpmla.fields import LARGEST_SIZE, even, only
-from dcpmla.integrations.decoder import Shapes
 from dcpmla.integrations.families.deepseek_v4_config import check_compressed, compressed_config
 from dcpmla.integrations.families.family import NO_MTP, Family
 from dcpmla.integrations.families.names import name_rules
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.families.streams import load_stream_mtp, load_streams
+from dcpmla.integrations.parts import Shapes
 
 _RULES = {
     **dict.fromkeys(("num_key_value_heads", "n_shared_experts"), only(1)),

@@ -27,11 +27,10 @@ from dcpmla.fields import (
     whole,
 )
 from dcpmla.integrations.config_checks import check_kinds, check_model, check_rope_fields
-from dcpmla.integrations.decoder import Shapes, load_mtp
 from dcpmla.integrations.families.family import Family
 from dcpmla.integrations.families.names import name_rules
 from dcpmla.integrations.families.sparse import read_indexer
-from dcpmla.integrations.parts import Parts
+from dcpmla.integrations.parts import Parts, Shapes, load_mtp
 from dcpmla.model.mtp import MtpLayer
 
 # Types of layers, and of transformers' rotary embedding.

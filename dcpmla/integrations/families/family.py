@@ -16,10 +16,9 @@ from dcpmla.config import MLAConfig
 from dcpmla.fields import Rule
 from dcpmla.hf_quantization import has_quantized_weights
 from dcpmla.integrations.config_checks import check_mla, check_model, check_raw_config
-from dcpmla.integrations.decoder import Shapes, load_decoder, load_mtp
 from dcpmla.integrations.families.names import TEXT_RULES, NameRules
 from dcpmla.integrations.families.routing import Routing
-from dcpmla.integrations.parts import Parts
+from dcpmla.integrations.parts import Parts, Shapes, load_decoder, load_mtp
 from dcpmla.integrations.sharded_model import DecoderModule, MtpModule
 from dcpmla.model.glu import Glu, LayerGlus
 

@@ -10,9 +10,8 @@ from torch import nn
 from dcpmla.attention.layers.linear.config import DeltaConfig
 from dcpmla.config import MLAConfig
 from dcpmla.fields import OBJECT, SIZE, Flag, list_of, number, one_of, only, optional, rules_of, whole
-from dcpmla.integrations.decoder import load_decoder
 from dcpmla.integrations.families.hybrid import HYBRID_NAMES, HybridFamily, check_hybrid
-from dcpmla.integrations.parts import Parts
+from dcpmla.integrations.parts import Parts, load_decoder
 from dcpmla.integrations.sharded_model import DecoderModule
 from dcpmla.model.glu import Glu, LayerGlus
 from dcpmla.model.sum_decoder import SumBlock, SumDecoder

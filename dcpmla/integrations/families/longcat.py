@@ -12,11 +12,10 @@ from dcpmla.attention.mla.latent_spec import LatentSpec
 from dcpmla.attention.spec import LayerSpec
 from dcpmla.config import MLAConfig
 from dcpmla.fields import one_of, only
-from dcpmla.integrations.decoder import Shapes, load_decoder
 from dcpmla.integrations.families.family import Family
 from dcpmla.integrations.families.names import name_rules
 from dcpmla.integrations.families.routing import Routing
-from dcpmla.integrations.parts import Parts
+from dcpmla.integrations.parts import Parts, Shapes, load_decoder
 from dcpmla.model.block import ShortcutBlock
 from dcpmla.model.moe import MoE
 

@@ -9,9 +9,8 @@ from torch import nn
 
 from dcpmla.config import MLAConfig
 from dcpmla.fields import SIZE, number
-from dcpmla.integrations.decoder import load_decoder
 from dcpmla.integrations.families.family import Family
-from dcpmla.integrations.parts import Parts
+from dcpmla.integrations.parts import Parts, load_decoder
 from dcpmla.model.block import Decoder
 
 _RULES = {

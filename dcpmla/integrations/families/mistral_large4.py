@@ -9,11 +9,10 @@ from dcpmla.attention.spec import LayerSpec
 from dcpmla.config import MLAConfig
 from dcpmla.fields import Rule, list_of, number, only, optional, whole
 from dcpmla.integrations.config_checks import check_lengths, check_mla
-from dcpmla.integrations.decoder import load_decoder
 from dcpmla.integrations.families.names import name_rules
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.families.sparse import LAYER_RULES, SparseFamily
-from dcpmla.integrations.parts import Parts
+from dcpmla.integrations.parts import Parts, load_decoder
 from dcpmla.model.block import Decoder
 from dcpmla.parallel.linear import fill
 
