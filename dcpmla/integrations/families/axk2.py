@@ -7,7 +7,6 @@ from torch import Tensor
 
 from dcpmla.config import MLAConfig
 from dcpmla.fields import SIZE, whole
-from dcpmla.integrations.families.names import name_rules
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.families.sparse import LAYER_RULES, SparseFamily
 from dcpmla.integrations.parts import Parts, load_decoder
@@ -22,7 +21,7 @@ _RULES = {
 
 
 # Names in checkpoints, and in files with transformers' names -> names of modules.
-_NAMES = name_rules(
+_NAMES = (
     (r"layernorm\.W_down\.", "layernorm.mlp.fc1."),
     (r"layernorm\.W_up\.", "layernorm.mlp.fc2."),
     (r"\.q_gate_proj\.", ".q_b_proj."),

@@ -9,7 +9,6 @@ from dcpmla.attention.stack import Stack
 from dcpmla.fields import LARGEST_SIZE, even, only
 from dcpmla.integrations.families.deepseek_v4_config import check_compressed, compressed_config
 from dcpmla.integrations.families.family import NO_MTP, Family
-from dcpmla.integrations.families.names import name_rules
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.families.streams import load_stream_mtp, load_streams
 from dcpmla.integrations.parts import Shapes
@@ -19,7 +18,7 @@ _RULES = {
     "attention_bias": only(False),
     "index_head_dim": even(LARGEST_SIZE),
 }
-V4_NAMES = name_rules(  # of the tensors as they are published
+V4_NAMES = (  # of the tensors as they are published
     (r"^embed\.", "model.embed_tokens."),
     (r"^head\.", "lm_head."),
     (r"^norm\.", "model.norm."),
@@ -46,7 +45,7 @@ V4_NAMES = name_rules(  # of the tensors as they are published
     (r"\.wkv\.", ".kv_proj."),
     (r"\.w([qo])_([ab])\.", r".\1_\2_proj."),
 )
-_MTP_NAMES = name_rules((r"^mtp\.0\.norm\.", "mtp.0.shared_head.norm."), (r"^mtp\.0\.", "layers.{mtp}."))
+_MTP_NAMES = ((r"^mtp\.0\.norm\.", "mtp.0.shared_head.norm."), (r"^mtp\.0\.", "layers.{mtp}."))
 _WINDOW = (0, "sliding_attention")  # entries of compress_ratios and of layer_types
 
 

@@ -17,7 +17,6 @@ from dcpmla.integrations.config_checks import check_lengths
 from dcpmla.integrations.families.deepseek_v4 import V4_NAMES
 from dcpmla.integrations.families.deepseek_v4_config import check_compressed, compressed_config
 from dcpmla.integrations.families.family import Family
-from dcpmla.integrations.families.names import name_rules
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.families.streams import load_streams, mixing_constants
 from dcpmla.integrations.ngrams import NgramSizes, add_memories, load_memories
@@ -26,7 +25,7 @@ from dcpmla.model.mixing import Constants
 from dcpmla.model.stream_decoder import StreamDecoder
 from dcpmla.model.streams import DelayedCollapse
 
-_INDEXER_NAMES = name_rules((r"\.indexer\.wk\.", ".indexer.k_proj."), (r"\.indexer\.k_norm\.", ".indexer.kv_norm."))
+_INDEXER_NAMES = ((r"\.indexer\.wk\.", ".indexer.k_proj."), (r"\.indexer\.k_norm\.", ".indexer.kv_norm."))
 _MODEL_TYPE = "deepseek_v41_text"
 _NOT_QUANTIZED = "self_attn.compressor.indexer.k_proj"
 _LAYERS = list_of(whole(0, 1023))

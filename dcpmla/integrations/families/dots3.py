@@ -28,7 +28,6 @@ from dcpmla.fields import (
 )
 from dcpmla.integrations.config_checks import check_kinds, check_model, check_rope_fields
 from dcpmla.integrations.families.family import Family
-from dcpmla.integrations.families.names import name_rules
 from dcpmla.integrations.families.sparse import read_indexer
 from dcpmla.integrations.parts import Parts, Shapes, load_mtp
 from dcpmla.model.mtp import MtpLayer
@@ -163,5 +162,5 @@ DOTS3 = _Dots3(
     rules=_RAW_RULES,
     mtp_layer={"mlp_layer_types": "dense"},
     # The MTP module's embedding is published outside of its layer.
-    names=name_rules((r"model\.mtp\.embed_tokens\.", "model.layers.{mtp}.embed_tokens.")),
+    names=((r"model\.mtp\.embed_tokens\.", "model.layers.{mtp}.embed_tokens."),),
 )

@@ -2,8 +2,10 @@
 
 import copy
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import transformers
@@ -16,7 +18,6 @@ from dcpmla.config import MLAConfig
 from dcpmla.fields import Rule
 from dcpmla.hf_quantization import has_quantized_weights
 from dcpmla.integrations.config_checks import check_mla, check_model, check_raw_config
-from dcpmla.integrations.families.names import TEXT_RULES, NameRules
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.parts import Parts, Shapes, load_decoder, load_mtp
 from dcpmla.integrations.sharded_model import DecoderModule, MtpModule
@@ -27,6 +28,16 @@ from dcpmla.model.glu import Glu, LayerGlus
 # two at their class's default.
 _LATENT_NORM_EPS = 1e-6
 NO_MTP = "leave --speculative-method mtp out, or take ngram"  # end of messages about a missing module
+NameRules = tuple[tuple[str, str], ...]  # patterns, and what replaces them, in the order in which they apply
+_TEXT_NAMES = (  # of all families
+    # a multimodal model around the text model
+    (r"^language_model\.(?=model\.|lm_head\.)", ""),
+    (r"^model\.language_model\.", "model."),
+    # compressed-tensors' packed codes
+    (r"\.weight_packed$", ".weight"),
+    (r"\.([kq])_proj\.output_scale$", r".\1_scale"),  # a calibrated cache's, and its queries'
+    (r"(?<!\.mlp)\.post_mlp_layernorm\.", ".mlp.post_mlp_layernorm."),  # A.X-K1
+)
 _PER_LAYER = ("mlp_layer_types", "layer_types")  # lists of a config with an entry a layer
 
 
@@ -61,7 +72,8 @@ class Family:
         mtp_layer: Entries of the MTP module's layer in the config's lists; a list without one repeats its last entry.
         mtp_projections: Names of the MTP module's projection of embeddings and hidden states together, or of one of
             each.
-        names: Rules for names of tensors, after the rules of all families.
+        names: Rules for names of tensors, after the rules of all families; names of modules stay. "{mtp}" is the number
+            of the MTP module's layer.
         no_mtp: Reason why no MTP module is computed, which follows "speculative_method is 'mtp'"; empty if one is.
     """
 
@@ -179,8 +191,8 @@ class Family:
         Args:
             num_layers: Number of the model's layers, and so the number in the MTP module's names.
         """
-        for pattern, called in (*TEXT_RULES, *self.names):
-            name = pattern.sub(called.replace("{mtp}", str(num_layers)), name)
+        for pattern, called in _compiled((*_TEXT_NAMES, *self.names), num_layers):
+            name = pattern.sub(called, name)
         return name
 
     def check_mtp(self, config: Any) -> None:
@@ -215,6 +227,11 @@ class Family:
         norms = (f"{block}.{name}.weight" for name in ("enorm", "hnorm", "shared_head.norm"))
         shape = size, 2 * size // len(projections)
         return dict.fromkeys(norms, (size,)) | {f"{block}.{name}.weight": shape for name in projections}
+
+
+@cache
+def _compiled(rules: NameRules, num_layers: int) -> list[tuple[re.Pattern[str], str]]:
+    return [(re.compile(pattern), called.replace("{mtp}", str(num_layers))) for pattern, called in rules]
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:

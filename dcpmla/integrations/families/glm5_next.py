@@ -14,7 +14,6 @@ from dcpmla.config import MLAConfig
 from dcpmla.fields import FLAG, OBJECT, SIZE, check_fields, list_of, number, one_of, only, optional, whole
 from dcpmla.integrations.config_checks import check_kinds
 from dcpmla.integrations.families.hybrid import HYBRID_NAMES, HybridFamily, check_linear
-from dcpmla.integrations.families.names import name_rules
 from dcpmla.integrations.families.sparse import SPARSE_LAYERS, read_indexer
 from dcpmla.integrations.families.streams import drop_connections, load_streams, with_single_stream
 from dcpmla.model.streams import StreamMean
@@ -37,7 +36,7 @@ _RAW_RULES = {
     "linear_attn_config.gate_lower_bound": _FLOOR,
     "linear_attn_config.safe_gate": FLAG,
 }
-_STREAM_NAMES = name_rules((r"\.hc_(attn|ffn)_(fn|base|scale)$", r".\1_hc.\2"))
+_STREAM_NAMES = ((r"\.hc_(attn|ffn)_(fn|base|scale)$", r".\1_hc.\2"),)
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,12 @@ from typing import Any
 
 from dcpmla.config import MLAConfig
 from dcpmla.fields import list_of, number, one_of, only, whole
-from dcpmla.integrations.families.names import name_rules
 from dcpmla.integrations.families.sparse import LAYER_RULES, SparseFamily
 from dcpmla.integrations.families.streams import drop_connections, load_streams, with_single_stream
 from dcpmla.model.glu import SWIGLU, LayerGlus
 from dcpmla.model.mixing import Constants
 
-_NAMES = name_rules(
+_NAMES = (
     (r"\.hc_pre\.hc_", ".hc_"),
     (r"\.hc_attn_layer\.hc_", ".attn_hc."),
     (r"\.hc_mlp_layer\.hc_", ".ffn_hc."),

@@ -12,10 +12,9 @@ from dcpmla.config import MLAConfig
 from dcpmla.fields import FLAG, check_fields, list_of, number, one_of, only, optional, rules_of, whole
 from dcpmla.integrations.config_checks import check_kinds, check_lengths, check_rope
 from dcpmla.integrations.families.family import Family
-from dcpmla.integrations.families.names import name_rules
 from dcpmla.model.glu import SWIGLU, LayerGlus, clamp_after_silu
 
-HYBRID_NAMES = name_rules(
+HYBRID_NAMES = (
     (r"\.block_sparse_moe\.", ".mlp."),  # Kimi's
     (r"(\.experts\.\d+)\.w1\.", r"\1.gate_proj."),
     (r"(\.experts\.\d+)\.w2\.", r"\1.down_proj."),

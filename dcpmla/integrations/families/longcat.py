@@ -13,7 +13,6 @@ from dcpmla.attention.spec import LayerSpec
 from dcpmla.config import MLAConfig
 from dcpmla.fields import one_of, only
 from dcpmla.integrations.families.family import Family
-from dcpmla.integrations.families.names import name_rules
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.parts import Parts, Shapes, load_decoder
 from dcpmla.model.block import ShortcutBlock
@@ -27,7 +26,7 @@ _RULES = {
     # LongCat-Flash-Lite adds embeddings of n-grams.
     **dict.fromkeys(("ngram_vocab_size_ratio", "emb_neighbor_num", "emb_split_num"), only(None)),
 }
-_NAMES = name_rules(  # of the MTP module, to names like DeepSeek-V3's
+_NAMES = (  # of the MTP module, to names like DeepSeek-V3's
     (r"model\.mtp\.layers\.0\.", "model.layers.{mtp}."),
     (r"model\.mtp\.norm\.", "model.layers.{mtp}.shared_head.norm."),
     (r"\.transformer_layer\.mlp\.", ".mlp."),

@@ -9,7 +9,6 @@ from dcpmla.attention.spec import LayerSpec
 from dcpmla.config import MLAConfig
 from dcpmla.fields import Rule, list_of, number, only, optional, whole
 from dcpmla.integrations.config_checks import check_lengths, check_mla
-from dcpmla.integrations.families.names import name_rules
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.families.sparse import LAYER_RULES, SparseFamily
 from dcpmla.integrations.parts import Parts, load_decoder
@@ -26,7 +25,7 @@ _RULES = {
     "kv_source_layers": optional(list_of(whole(0, 1023))),
     **LAYER_RULES,
 }
-_NAMES = name_rules(  # Mistral's own
+_NAMES = (  # Mistral's own
     (r"^tok_embeddings\.", "model.embed_tokens."),
     (r"^lerope\.", "model.rotary_emb."),
     (r"^(layers|norm)\.", r"model.\1."),
