@@ -12,6 +12,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dcpmla.fields import (
+    EVEN_SIZE,
     FLAG,
     LARGEST_SIZE,
     OBJECT,
@@ -20,7 +21,6 @@ from dcpmla.fields import (
     Rule,
     check_fields,
     either,
-    even,
     list_of,
     number,
     one_of,
@@ -84,7 +84,7 @@ _CONFIG_RULES = {
 # Of the file alone: transformers renames, derives or ignores them. Other values of several make other models.
 _RAW_RULES = {
     **dict.fromkeys(("dtype", "torch_dtype"), _DTYPE),
-    "qk_rope_head_dim": even(LARGEST_SIZE),
+    "qk_rope_head_dim": EVEN_SIZE,
     "shared_experts_intermediate_size": SIZE,
     "moe_layer_freq": only(1),
     **dict.fromkeys(("use_bias", "use_qkv_bias", "mlp_bias"), optional(only(False))),
@@ -109,7 +109,7 @@ _ROPE_RULES = {
     **dict.fromkeys(("short_factor", "long_factor"), list_of(_POSITIVE)),
     "truncate": FLAG,
     "llama_4_scaling_beta": optional(number(0)),
-    **dict.fromkeys(("main", "compress"), OBJECT),
+    **dict.fromkeys(("main", "compress", "indexed_attention", "sliding_attention"), OBJECT),
 }
 
 

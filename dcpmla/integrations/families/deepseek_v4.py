@@ -6,7 +6,7 @@ from typing import Any
 
 from dcpmla.attention.layers.compressed.spec import compressed_stack
 from dcpmla.attention.stack import Stack
-from dcpmla.fields import LARGEST_SIZE, even, only
+from dcpmla.fields import EVEN_SIZE, only
 from dcpmla.integrations.families.deepseek_v4_config import check_compressed, compressed_config
 from dcpmla.integrations.families.family import NO_MTP, Family
 from dcpmla.integrations.families.routing import Routing
@@ -16,7 +16,7 @@ from dcpmla.integrations.parts import Shapes
 _RULES = {
     **dict.fromkeys(("num_key_value_heads", "n_shared_experts"), only(1)),
     "attention_bias": only(False),
-    "index_head_dim": even(LARGEST_SIZE),
+    "index_head_dim": EVEN_SIZE,
 }
 V4_NAMES = (  # of the tensors as they are published
     (r"^embed\.", "model.embed_tokens."),

@@ -12,7 +12,7 @@ from torch import nn
 from dcpmla.attention.layers.compressed.config import WINDOW_ONLY, CandidateConfig, CompressedConfig, LayerKind
 from dcpmla.attention.layers.compressed.spec import compressed_stack
 from dcpmla.attention.stack import Stack
-from dcpmla.fields import FLAG, LARGEST_SIZE, SIZE, either, even, list_of, one_of, only, optional, whole
+from dcpmla.fields import EVEN_SIZE, FLAG, SIZE, either, list_of, one_of, only, optional, whole
 from dcpmla.integrations.config_checks import check_lengths
 from dcpmla.integrations.families.deepseek_v4 import V4_NAMES
 from dcpmla.integrations.families.deepseek_v4_config import check_compressed, compressed_config
@@ -48,7 +48,7 @@ _RAW_RULES = {
     **dict.fromkeys(_SOURCES, _LAYERS),
     "candidate_source_layer_id": whole(-1, 1023),  # -1 for no candidate blocks
     **dict.fromkeys(_BLOCKS, SIZE),
-    "index_head_dim": even(LARGEST_SIZE),
+    "index_head_dim": EVEN_SIZE,
     "engram_layer_ids": optional(_LAYERS),
 }
 

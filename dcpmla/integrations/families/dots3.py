@@ -11,21 +11,7 @@ from dcpmla.attention.layers.windowed.spec import WindowSpec
 from dcpmla.attention.mla.latent_spec import LatentSpec
 from dcpmla.attention.spec import LayerSpec
 from dcpmla.config import MLAConfig
-from dcpmla.fields import (
-    LARGEST_SIZE,
-    OBJECT,
-    SIZE,
-    Rule,
-    check_fields,
-    either,
-    even,
-    list_of,
-    number,
-    one_of,
-    only,
-    optional,
-    whole,
-)
+from dcpmla.fields import EVEN_SIZE, SIZE, Rule, check_fields, either, list_of, number, one_of, only, optional, whole
 from dcpmla.integrations.config_checks import check_kinds, check_model, check_rope_fields
 from dcpmla.integrations.families.family import Family
 from dcpmla.integrations.families.sparse import read_indexer
@@ -36,14 +22,13 @@ from dcpmla.model.mtp import MtpLayer
 FULL, WINDOW = _TYPES = "indexed_attention", "sliding_attention"
 _SIZES = dict.fromkeys(
     ("num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank", "head_dim", "qk_nope_head_dim"), SIZE
-) | {"v_head_dim": SIZE, "qk_rope_head_dim": even(LARGEST_SIZE)}
+) | {"v_head_dim": SIZE, "qk_rope_head_dim": EVEN_SIZE}
 _RAW_RULES = {
     "head_dim": optional(SIZE),
     **{f"swa_{name}": rule for name, rule in _SIZES.items() if name not in ("num_key_value_heads", "qk_rope_head_dim")},
     "swa_rope_theta": number(1, above=True),
     "sliding_window_size": SIZE,
     "moe_shared_expert_intermediate_size": SIZE,
-    **dict.fromkeys(("rope_parameters.indexed_attention", "rope_parameters.sliding_attention"), OBJECT),
     "per_layer_config": optional(Rule("an object of objects", lambda value: _holds_objects(value))),
     "n_routed_experts": whole(2, 1 << 16),
     "mtp_layer_types": optional(list_of(one_of(("full_attention", FULL, WINDOW)))),
