@@ -26,6 +26,7 @@ from dcpmla.model.latent import Latent
 from dcpmla.model.mlp import MLP, MLPPart
 from dcpmla.model.moe import Gate, MoE, load_experts, read_expert, unstack_experts
 from dcpmla.model.mtp import MtpLayer
+from dcpmla.model.norm_gate import NormGate
 from dcpmla.model.router import split_weight
 from dcpmla.parallel.linear import Linear, Weight, read_linear, read_weight
 from dcpmla.parallel.quantized import cut
@@ -92,6 +93,16 @@ class Parts:
     def vector(self, name: str) -> Tensor:
         """Return a whole weight in the model's dtype."""
         return self.values(name).to(**self.placement.factory_kwargs)
+
+    def norm(self, name: str) -> Tensor:
+        """Return the weight of a norm, which may have a gate."""
+        beside_gate = f"{name}.norm.weight"
+        return self.vector(beside_gate if beside_gate in self.shapes else f"{name}.weight")
+
+    def norm_gate(self, name: str) -> NormGate | None:
+        """Return the gate of a norm (A.X-K2); None without."""
+        down, up = (f"{name}.mlp.{linear}.weight" for linear in ("fc1", "fc2"))
+        return NormGate(self.vector(down), self.vector(up)) if down in self.shapes else None
 
     def linear(self, name: str, rows: slice = slice(None), cols: slice = slice(None)) -> Linear:
         """Return a linear layer over a slice of a matrix."""
@@ -215,11 +226,13 @@ LoadBlock = Callable[[Parts, str, Tensor], DecoderBlock | ShortcutBlock]
 def load_block(parts: Parts, name: str, output_norm: Tensor) -> DecoderBlock:
     """Load a layer of attention and an MLP or experts."""
     attention, layer = parts.attention(f"{name}.self_attn")
-    norms = parts.vector(f"{name}.post_attention_layernorm.weight"), output_norm
+    second_norm = f"{name}.post_attention_layernorm"
+    norms = parts.norm(second_norm), output_norm
     mlp = parts.mlp(f"{name}.mlp")
     mlp_norm = f"{name}.mlp.post_mlp_layernorm.weight"
     last = parts.vector(mlp_norm) if mlp_norm in parts.shapes else None
-    return DecoderBlock(layer, attention, mlp, *norms, parts.eps, parts.reduce, last)
+    gates = parts.norm_gate(f"{name}.input_layernorm"), parts.norm_gate(second_norm)
+    return DecoderBlock(layer, attention, mlp, *norms, parts.eps, parts.reduce, last, *gates)
 
 
 def load_decoder(
@@ -232,7 +245,7 @@ def load_decoder(
         first_norm: Name of a layer's first norm.
         load: Loader of a layer.
     """
-    norms = [parts.vector(f"model.layers.{number}.{first_norm}.weight") for number in range(num_layers)]
+    norms = [parts.norm(f"model.layers.{number}.{first_norm}") for number in range(num_layers)]
     norms.append(parts.vector("model.norm.weight"))
     names = parts.layer_names(num_layers)
     blocks = [load(parts, name, output_norm) for name, output_norm in zip(names, norms[1:], strict=True)]

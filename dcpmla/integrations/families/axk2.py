@@ -3,15 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
 from dcpmla.config import MLAConfig
 from dcpmla.fields import SIZE, whole
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.families.sparse import LAYER_RULES, SparseFamily
-from dcpmla.integrations.parts import Parts, load_decoder
-from dcpmla.model.block import Decoder, DecoderBlock
-from dcpmla.model.norm_gate import NormGate
 
 _RULES = {
     "gated_norm_rank": SIZE,
@@ -43,36 +38,9 @@ class _AXK2(SparseFamily):
             del layer.self_attn.q_gate_proj
 
 
-def _load_gate(parts: Parts, name: str) -> NormGate:
-    return NormGate(parts.vector(f"{name}.mlp.fc1.weight"), parts.vector(f"{name}.mlp.fc2.weight"))
-
-
-def _load_block(parts: Parts, name: str, output_norm: Tensor) -> DecoderBlock:
-    """Load a layer, whose norm before experts has a gate."""
-    attention, layer = parts.attention(f"{name}.self_attn")
-    norm = f"{name}.post_attention_layernorm"
-    is_gated = f"{norm}.norm.weight" in parts.shapes
-    return DecoderBlock(
-        layer,
-        attention,
-        parts.mlp(f"{name}.mlp"),
-        parts.vector(f"{norm}.norm.weight" if is_gated else f"{norm}.weight"),
-        output_norm,
-        parts.eps,
-        parts.reduce,
-        input_gate=_load_gate(parts, f"{name}.input_layernorm"),
-        mlp_gate=_load_gate(parts, norm) if is_gated else None,
-    )
-
-
-def _load_decoder(parts: Parts, num_layers: int) -> Decoder:
-    return load_decoder(parts, num_layers, "input_layernorm.norm", _load_block)
-
-
 AXK2 = _AXK2(
     "AXK2",
     Routing(may_lack_groups=True, unchosen_score=0.0),
-    load_decoder=_load_decoder,
     rules=_RULES,
     names=_NAMES,
     no_mtp=", which A.X-K2 does not have",
