@@ -257,8 +257,10 @@ def load_mtp(parts: Parts, block: str, embedding: Tensor) -> MtpLayer:
 
     Args:
         block: Name of the block.
-        embedding: Embedding of the model.
+        embedding: Embedding of the model, for a module without its own (dots3).
     """
+    own = f"{block}.embed_tokens.weight"
+    embedding = parts.vector(own) if own in parts.shapes else embedding
     decoder_block = load_block(parts, block, parts.vector(f"{block}.shared_head.norm.weight"))
     enorm, hnorm, input_norm = (
         parts.vector(f"{block}.{name}.weight") for name in ("enorm", "hnorm", "input_layernorm")

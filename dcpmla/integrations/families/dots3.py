@@ -5,8 +5,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
 from dcpmla.attention.layers.windowed.spec import WindowSpec
 from dcpmla.attention.mla.latent_spec import LatentSpec
 from dcpmla.attention.spec import LayerSpec
@@ -15,8 +13,7 @@ from dcpmla.fields import EVEN_SIZE, SIZE, Rule, check_fields, either, list_of, 
 from dcpmla.integrations.config_checks import check_kinds, check_model, check_rope_fields
 from dcpmla.integrations.families.family import Family
 from dcpmla.integrations.families.sparse import read_indexer
-from dcpmla.integrations.parts import Parts, Shapes, load_mtp
-from dcpmla.model.mtp import MtpLayer
+from dcpmla.integrations.parts import Shapes
 
 # Types of layers, and of transformers' rotary embedding.
 FULL, WINDOW = _TYPES = "indexed_attention", "sliding_attention"
@@ -135,15 +132,9 @@ def _check(config: Any) -> None:
         check_rope_fields(rope, rotated, f"rope_parameters.{kind}.{{}}")
 
 
-def _load_mtp(parts: Parts, block: str, embedding: Tensor) -> MtpLayer:
-    """Load the MTP module over its own embedding."""
-    return load_mtp(parts, block, parts.vector(f"{block}.embed_tokens.weight"))
-
-
 DOTS3 = _Dots3(
     "Dots3NoteText",
     check_attention=_check,
-    load_mtp=_load_mtp,
     rules=_RAW_RULES,
     mtp_layer={"mlp_layer_types": "dense"},
     # The MTP module's embedding is published outside of its layer.
