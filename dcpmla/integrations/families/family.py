@@ -207,11 +207,12 @@ class Family:
             )
 
     def with_mtp_layer(self, config: Any) -> Any:
-        """Return a config with the MTP module's decoder layer after the others."""
+        """Return a config with the MTP module's decoder layer after the others, `num_main_layers`."""
         config = copy.deepcopy(config)
+        config.num_main_layers = config.num_hidden_layers
         for name in {*_PER_LAYER, *self.mtp_layer}:
             if isinstance(entries := getattr(config, name, None), list):
-                own = entries[: config.num_hidden_layers]
+                own = entries[: config.num_main_layers]
                 setattr(config, name, [*own, self.mtp_layer.get(name, own[-1])])
         config.num_hidden_layers += 1
         return config

@@ -15,7 +15,7 @@ from dcpmla.fields import FLAG, OBJECT, SIZE, check_fields, list_of, number, one
 from dcpmla.integrations.config_checks import check_kinds
 from dcpmla.integrations.families.hybrid import HYBRID_NAMES, HybridFamily, check_linear
 from dcpmla.integrations.families.sparse import SPARSE_LAYERS, read_indexer
-from dcpmla.integrations.families.streams import drop_connections, load_streams, with_single_stream
+from dcpmla.integrations.families.streams import drop_connections, load_streams
 from dcpmla.model.streams import StreamMean
 
 _PADDING = 64  # columns of zeros where other models have k_pe: rows have the width that kernels take
@@ -78,10 +78,6 @@ class _Glm5Next(HybridFamily):
         """Name the weights that are held in float32; an MTP module has no streams."""
         drop_connections(model)
         model._keep_in_fp32_modules_strict = {*model._keep_in_fp32_modules_strict, *_IN_FLOAT32}
-
-    def with_mtp_layer(self, config: Any) -> Any:
-        """Return a config with the MTP module's layer, which has no streams."""
-        return with_single_stream(super().with_mtp_layer(config))
 
 
 def _index_layers(config: Any) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 from dcpmla.config import MLAConfig
 from dcpmla.fields import list_of, number, one_of, only, whole
 from dcpmla.integrations.families.sparse import LAYER_RULES, SparseFamily
-from dcpmla.integrations.families.streams import drop_connections, load_streams, with_single_stream
+from dcpmla.integrations.families.streams import drop_connections, load_streams
 from dcpmla.model.glu import SWIGLU, LayerGlus
 from dcpmla.model.mixing import Constants
 
@@ -53,10 +53,6 @@ class _HyV4(SparseFamily):
         for layer in model.model.layers:
             layer.self_attn.g_proj = layer.self_attn.gate_proj
             del layer.self_attn.gate_proj
-
-    def with_mtp_layer(self, config: Any) -> Any:
-        """Return a config with the MTP module's layer, which has no streams."""
-        return with_single_stream(super().with_mtp_layer(config))
 
 
 @dataclass(frozen=True)

@@ -61,16 +61,10 @@ def load_stream_block(parts: Parts, name: str, constants: Constants) -> StreamBl
 
 
 def drop_connections(model: Any) -> None:
-    """Take the hyper-connections from transformers' MTP layer, which has one stream (`with_single_stream`)."""
+    """Take the hyper-connections from the MTP module's layer, which has one stream."""
     layers = model.model.layers
-    for layer in layers[getattr(model.config, "num_stream_layers", len(layers)) :]:
+    for layer in layers[getattr(model.config, "num_main_layers", len(layers)) :]:
         del layer.attn_hc, layer.ffn_hc
-
-
-def with_single_stream(config: Any) -> Any:
-    """Return a config with the MTP module's layer, the last one, marked as without streams."""
-    config.num_stream_layers = config.num_hidden_layers - 1
-    return config
 
 
 def load_connection(parts: Parts, prefix: str, norm: str, constants: Constants) -> Connection:
