@@ -4,7 +4,7 @@ transformers provides configs, shapes and rotary embeddings (skeleton.py); modul
 read their own slices of the checkpoint (parts.py). Differences between families are in `families`. Tokens are flat [T].
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,8 @@ from dcpmla.hf_quantization import scale_block
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.config_checks import check_generation_config
 from dcpmla.integrations.dummy import dummy_weights
-from dcpmla.integrations.families.family import NO_MTP
 from dcpmla.integrations.families.table import family_of
-from dcpmla.integrations.parts import Parts, Shapes
+from dcpmla.integrations.parts import Parts
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.skeleton import build_skeleton, check_shapes, part_of, published_shapes
 from dcpmla.model.deterministic import make_deterministic
@@ -76,10 +75,10 @@ def load_model(
         dtype = dtype or _in_range(config.dtype or torch.bfloat16)
         weights = dummy_weights(shapes, model.config, dtype, device)
     else:
-        checkpoint = _open_checkpoint(
-            directory, model, shapes, mtp_shapes, partial(family.module_name, num_layers=num_layers)
-        )
-        check_shapes(model, checkpoint, family.routing)
+        used, rename = {part_of(name) for name in shapes}, partial(family.module_name, num_layers=num_layers)
+        block = scale_block(getattr(model.config, "quantization_config", None))
+        checkpoint = Checkpoint(directory, block, rename, lambda name: part_of(name) in used)
+        check_shapes(model, checkpoint, family.routing, mtp_shapes)
         dtype, weights = dtype or _in_range(config.dtype or checkpoint.dtype), checkpoint.weights("")
     if enable_expert_parallel and not any(hasattr(module, "experts") for module in model.modules()):
         raise ValueError(
@@ -108,23 +107,6 @@ def load_model(
         for module in loaded.modules():
             make_deterministic(module)
     return loaded
-
-
-def _open_checkpoint(
-    directory: Path, model: Any, shapes: Shapes, mtp_shapes: Shapes, rename: Callable[[str], str]
-) -> Checkpoint:
-    """Return the checkpoint of a model, and of its MTP module if there are shapes of it.
-
-    Raises:
-        ValueError: A weight of the module is missing or of another shape.
-    """
-    used = {part_of(name) for name in shapes}
-    block = scale_block(getattr(model.config, "quantization_config", None))
-    checkpoint = Checkpoint(directory, block, rename, lambda name: part_of(name) in used)
-    if missing := mtp_shapes.keys() - checkpoint.names:
-        raise ValueError(f"checkpoint: tensor {min(missing)} of the MTP module is missing: {NO_MTP}")
-    checkpoint.check_shapes(mtp_shapes)
-    return checkpoint
 
 
 def _eos_token_ids(directory: Path, config: Any) -> frozenset[int]:
