@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from dcpmla.fields import (
-    LARGEST_SIZE,
+    EVEN_SIZE,
     SIZE,
     TEXT,
     Flag,
@@ -15,7 +15,6 @@ from dcpmla.fields import (
     check_tp_size,
     choices,
     divisors,
-    even,
     instance_of,
     number,
     one_of,
@@ -80,7 +79,7 @@ class MLAConfig:
     q_lora_rank: _OptionalSize
     kv_lora_rank: Size
     qk_nope_head_dim: Size
-    qk_rope_head_dim: Annotated[int, even(LARGEST_SIZE)]
+    qk_rope_head_dim: Annotated[int, EVEN_SIZE]
     v_head_dim: Size
     softmax_scale: _Factor
     rms_norm_eps: Annotated[float, number(0)] = 1e-6

@@ -33,13 +33,6 @@ def whole(low: int, high: int | None = None) -> Rule:
     return Rule(words, lambda value: is_whole(value) and low <= value and (high is None or value <= high))
 
 
-def even(high: int) -> Rule:
-    """Return the rule of even ints from 2 to `high`."""
-    return Rule(
-        f"an even number in [2, {high}]", lambda value: is_whole(value) and 2 <= value <= high and value % 2 == 0
-    )
-
-
 def number(low: float, high: float | None = None, *, above: bool = False) -> Rule:
     """Return the rule of finite numbers from `low` (with `above`, greater than it) to `high`; no bool."""
     if high is None:
@@ -106,6 +99,9 @@ FLAG = Rule("true or false", lambda value: isinstance(value, bool))
 OBJECT = Rule("an object", lambda value: isinstance(value, dict))
 TEXT = Rule("text that is not empty", lambda value: isinstance(value, str) and value != "")
 SIZE = whole(1, LARGEST_SIZE)
+EVEN_SIZE = Rule(
+    f"an even number in [2, {LARGEST_SIZE}]", lambda value: is_whole(value) and SIZE.holds(value) and value % 2 == 0
+)
 
 Flag = Annotated[bool, FLAG]
 Size = Annotated[int, SIZE]

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
             if not _hosts_outside(options) and os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
                 os.environ.setdefault("UCX_NET_DEVICES", "lo")  # UCX listens for this host's servers alone
             with needed_by(f"--role {options.role}"):
-                link = link_engine(engine, files, dcp, options.role)
+                link = link_engine(engine, files, options.role)
         loop = ServingLoop(engine, frontend)
         job.watchdog.on_stop(loop.stop)
         if frontend is not None:

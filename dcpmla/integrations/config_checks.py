@@ -4,7 +4,7 @@ transformers checks types alone, and takes a size of 0, -1 or 10^12 until someth
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dcpmla.fields import (
+    EVEN_SIZE,
     FLAG,
     LARGEST_SIZE,
     OBJECT,
@@ -20,7 +21,6 @@ from dcpmla.fields import (
     Rule,
     check_fields,
     either,
-    even,
     list_of,
     number,
     one_of,
@@ -84,7 +84,7 @@ _CONFIG_RULES = {
 # Of the file alone: transformers renames, derives or ignores them. Other values of several make other models.
 _RAW_RULES = {
     **dict.fromkeys(("dtype", "torch_dtype"), _DTYPE),
-    "qk_rope_head_dim": even(LARGEST_SIZE),
+    "qk_rope_head_dim": EVEN_SIZE,
     "shared_experts_intermediate_size": SIZE,
     "moe_layer_freq": only(1),
     **dict.fromkeys(("use_bias", "use_qkv_bias", "mlp_bias"), optional(only(False))),
@@ -109,7 +109,7 @@ _ROPE_RULES = {
     **dict.fromkeys(("short_factor", "long_factor"), list_of(_POSITIVE)),
     "truncate": FLAG,
     "llama_4_scaling_beta": optional(number(0)),
-    **dict.fromkeys(("main", "compress"), OBJECT),
+    **dict.fromkeys(("main", "compress", "indexed_attention", "sliding_attention"), OBJECT),
 }
 
 
@@ -192,18 +192,32 @@ def check_model(config: Any, routing: Routing) -> None:
     """
     values = {name: getattr(config, name) for name in _CONFIG_RULES if hasattr(config, name)}
     check_fields(_CONFIG_RULES, values, lambda name: config.attribute_map.get(name, name))  # the file's names
-    for name in ("layer_types", "mlp_layer_types"):
-        types = getattr(config, name, None)
-        if types is not None and len(types) < config.num_hidden_layers:
-            raise ValueError(
-                f"{name} has {len(types)} entries; each of {config.num_hidden_layers} layers (num_hidden_layers) has "
-                "one"
-            )
+    check_lengths(vars(config), ("layer_types", "mlp_layer_types"), config.num_hidden_layers)
     pad = config.pad_token_id
     if pad is not None and not -config.vocab_size <= pad < config.vocab_size:
         raise ValueError(f"pad_token_id is {pad}; it must be less than vocab_size {config.vocab_size}")
     if num_routed_experts(config):
         routing.check(config)
+
+
+def check_lengths(fields: Mapping[str, Any], names: Iterable[str], num_layers: int) -> None:
+    """Raise ValueError for a list, by its name, without an entry for each layer. None, or a missing one, is none."""
+    for name in names:
+        entries = fields.get(name)
+        if entries is not None and len(entries) < num_layers:
+            raise ValueError(
+                f"{name} has {len(entries)} entries; each of {num_layers} layers (num_hidden_layers) has one"
+            )
+
+
+def check_kinds(config: Any, kinds: tuple[str, str]) -> None:
+    """Raise ValueError unless each layer of a transformers config is of one of two kinds, and both exist."""
+    types, group_size = config.layer_types, getattr(config, "layer_group_size", None)
+    if len(types) != config.num_hidden_layers or {*types} != {*kinds}:
+        raise ValueError(
+            f"layer_types is {types}; each of {config.num_hidden_layers} layers (num_hidden_layers) has one, and "
+            f"{' and '.join(kinds)} must both be there" + (f"; layer_group_size is {group_size}" if group_size else "")
+        )
 
 
 def check_mla(config: Any) -> None:

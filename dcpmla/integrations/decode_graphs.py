@@ -3,17 +3,17 @@
 import gc
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Self
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.cache.layers import Cache
-from dcpmla.config import DCPConfig
 from dcpmla.integrations.sharded_model import ShardedModel
-from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.capture import CannotCapture, Track
-from dcpmla.runtime.graph import StepGraph
+from dcpmla.runtime.graph import Step, StepGraph
 
 _logger = logging.getLogger(__name__)
 
@@ -35,19 +35,31 @@ class GraphMaker:
     """
 
     def __init__(
-        self,
-        name: str,
-        new: NewGraph,
-        model: ShardedModel,
-        dcp: DCPConfig,
-        mesh: DCPMesh,
-        max_model_len: int,
-        max_num_seqs: int,
-        num_drafts: int,
+        self, name: str, new: NewGraph, model: ShardedModel, max_model_len: int, max_num_seqs: int, num_drafts: int
     ) -> None:
-        self._name, self._new, self._model, self._dcp, self._mesh = name, new, model, dcp, mesh
+        self._name, self._new, self._model = name, new, model
+        self._dcp, self._mesh = model.placement.dcp, model.placement.mesh
         self._max_model_len, self._max_num_seqs, self._num_drafts = max_model_len, max_num_seqs, num_drafts
         self._has_failed = False
+
+    @classmethod
+    def decodes(
+        cls,
+        name: str,
+        model: ShardedModel,
+        step: Step,
+        input_like: Tensor,
+        max_model_len: int,
+        max_num_seqs: int,
+        query_len: int,
+    ) -> Self:
+        """Return the maker of graphs of steps with query_len tokens per request (`StepGraph.decodes`)."""
+
+        def new(cache: Cache, steps: StepBuilder, longest: int) -> StepGraph:
+            sizes = max_num_seqs, longest, query_len
+            return StepGraph.decodes(step, input_like, cache, steps, model.placement.mesh, *sizes)
+
+        return cls(name, new, model, max_model_len, max_num_seqs, query_len - 1)
 
     def capture(self, cache: Cache, on_step: Callable[[str], object] = lambda line: None) -> StepGraph | None:
         """Capture the graphs over a cache; or return None, and the first rank logs the reason.

@@ -4,7 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import psutil
 import torch
+import torch.distributed as dist
 
 from dcpmla.attention.backends.choice import check_backends
 from dcpmla.attention.step.chunks import max_chunk_tokens
@@ -13,16 +15,15 @@ from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.host import HostMemory
 from dcpmla.cache.layers import Cache
 from dcpmla.cache.plan import CachePlan
+from dcpmla.cache.states import num_states
 from dcpmla.cache.tier import HostTier
 from dcpmla.comm.select import ChosenExchange
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.cache_memory import free_bytes, plan_cache
 from dcpmla.integrations.decode_graphs import GraphMaker
-from dcpmla.integrations.disk_offloading import check_scales, make_disk_tier, open_folder
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.families.table import attention_of
 from dcpmla.integrations.model_size import read_model
-from dcpmla.integrations.offloading import make_host_memory
+from dcpmla.integrations.offloading import check_scales, make_disk_tier, make_host_memory, open_folder
 from dcpmla.integrations.open_model import ModelFiles, check_layout, open_model, warn_of_unknown_tokens
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.speculation import check_speculation, make_drafter, mtp_graphs
@@ -40,6 +41,8 @@ from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.scheduler import Scheduler
 from dcpmla.runtime.warm_up import warm_up
+
+_EMPTY_BLOCK_BYTES = 4096  # assumed size of a block in a model with only windows, which store nothing in blocks
 
 
 def load_engine(
@@ -84,22 +87,22 @@ def load_engine(
         warn_of_unknown_tokens(files)
     num_running = min(options.max_num_seqs, len(seq_lens)) if seq_lens else options.max_num_seqs
     lens = num_running, files.max_model_len, costs.tokens_per_request
-    mixed, *makers = _graph_makers(sharded, dcp, mesh, options, *lens)
+    mixed, *makers = _graph_makers(sharded, options, *lens)
     is_captured = _captures(device, options)
     num_bytes = options.kv_cache_memory_bytes
     if num_bytes is None:
-        num_bytes = free_bytes(sharded, options, num_local_ranks, [mixed, *makers] if is_captured else [])
-    plan = plan_cache(sharded, dcp, mesh, seq_lens, num_bytes, num_running, options.max_query_len - 1)
+        num_bytes = _free_bytes(sharded, options, num_local_ranks, [mixed, *makers] if is_captured else [])
+    plan = _plan_cache(sharded, seq_lens, num_bytes, num_running, options.max_query_len - 1)
     with agree():
         cache: Cache = plan.allocate(device)
         memory, tier = make_host_memory(cache, options.kv_offloading_size, mesh.tp_size, num_local_ranks)
-    folder = open_folder(options, files, dcp, plan, sharded, mesh)
+    folder = open_folder(options, files, plan, sharded)
     tier.disk = make_disk_tier(folder, memory, options, plan, mesh)
     mixed_graph = mixed.capture(cache, on_step) if is_captured else None
     graph, *captured = [maker.capture(cache, on_step) if is_captured else None for maker in makers]
     mtp = [graph_of or maker.make(cache) for graph_of, maker in zip(captured, makers[1:], strict=True)]
     method, num_drafts = options.speculative_method, options.num_speculative_tokens
-    drafter = make_drafter(method, num_drafts, sharded, cache, mesh, mtp)
+    drafter = make_drafter(method, num_drafts, sharded, cache, mtp)
 
     def new_engine(memory: HostMemory | None, tier: HostTier, *load_costs: LoadCosts) -> Engine:
         scheduler = _new_scheduler(plan, options, costs, tier, load_costs)
@@ -151,13 +154,7 @@ def _open(
 
 
 def _graph_makers(
-    model: ShardedModel,
-    dcp: DCPConfig,
-    mesh: DCPMesh,
-    options: EngineOptions,
-    num_running: int,
-    max_model_len: int,
-    tokens_per_request: int,
+    model: ShardedModel, options: EngineOptions, num_running: int, max_model_len: int, tokens_per_request: int
 ) -> tuple[GraphMaker, *tuple[GraphMaker, ...]]:
     """Return the makers of the model's graphs of mixed steps and of decodes, then of its MTP module's.
 
@@ -167,20 +164,57 @@ def _graph_makers(
     """
     num_seqs, limit = min(num_running, options.max_num_batched_tokens), options.max_num_batched_tokens
     token = torch.zeros((), dtype=torch.int64, device=model.device)
-    sizes = max_model_len, num_seqs, options.max_query_len - 1
+    sizes, query_len = (max_model_len, num_seqs), options.max_query_len
 
     def new_mixed(cache: Cache, steps: StepBuilder, longest: int) -> StepGraph:
+        mesh = model.placement.mesh
         return StepGraph.prompts(model, cache, steps, mesh, limit, num_seqs, longest, tokens_per_request)
 
-    def new_decode(cache: Cache, steps: StepBuilder, longest: int) -> StepGraph:
-        return StepGraph.decodes(model.decode, token, cache, steps, mesh, num_seqs, longest, options.max_query_len)
-
-    mixed = GraphMaker("steps with prompts", new_mixed, model, dcp, mesh, *sizes)
-    makers = [GraphMaker("decode steps", new_decode, model, dcp, mesh, *sizes)]
+    mixed = GraphMaker("steps with prompts", new_mixed, model, *sizes, query_len - 1)
+    makers = [GraphMaker.decodes("decode steps", model, model.decode, token, *sizes, query_len)]
     if options.speculative_method == "mtp":
         model.keep_hidden_states(max(limit, num_seqs, MAX_DRAFT_ROWS))
-        makers += mtp_graphs(options.num_speculative_tokens, model, dcp, mesh, num_seqs, max_model_len)
+        makers += mtp_graphs(options.num_speculative_tokens, model, num_seqs, max_model_len)
     return mixed, *makers
+
+
+def _plan_cache(
+    model: ShardedModel, seq_lens: Sequence[int] | None, num_bytes: int, num_running: int, num_drafts: int
+) -> CachePlan:
+    """Plan the blocks that the sequences need together, or that fit on the rank with the least memory, and states, if
+    the model has them, of all requests that may run and of some remembered ones.
+    """
+    lens = list(seq_lens) if seq_lens else [1]
+    plan = model.attention.plan_cache(model.placement.dcp, lens, model.dtype, num_states(num_running), num_drafts)
+    block_bytes = plan.bytes_per_block or _EMPTY_BLOCK_BYTES
+    state_bytes = plan.num_states * plan.bytes_per_state
+    affordable = torch.tensor(max(0, num_bytes - state_bytes) // block_bytes, device=model.device)
+    dist.all_reduce(affordable, op=dist.ReduceOp.MIN, group=model.placement.mesh.tp_group)
+    longest = -(-max(lens) // plan.block_tokens) * block_bytes
+    if int(affordable) * block_bytes < longest:
+        states = f" beside {state_bytes:,} for the states of {plan.num_states} requests" if plan.num_states else ""
+        fewer = "let fewer requests run (--max-num-seqs), " if plan.num_states else ""
+        raise ValueError(
+            f"cache: the longest sequence, {max(lens):,} tokens, needs {longest:,} bytes a rank, but there is room for "
+            f"{int(affordable) * block_bytes:,}{states}; shorten it (--max-model-len, --max-new-tokens), {fewer}"
+            f"raise --kv-cache-memory-bytes, or shard over more ranks (-dcp)"
+        )
+    return replace(plan, num_blocks=min(plan.num_blocks, int(affordable)) if seq_lens else int(affordable))
+
+
+def _free_bytes(model: ShardedModel, options: EngineOptions, num_local_ranks: int, graphs: Sequence[GraphMaker]) -> int:
+    """Return this rank's bytes for the cache: the usable memory, less the needs of the largest step and of graphs."""
+    utilization, num_tokens = options.gpu_memory_utilization, options.max_num_batched_tokens
+    if model.device.type == "cpu":
+        return int(psutil.virtual_memory().available * utilization / num_local_ranks)
+    torch.cuda.reset_peak_memory_stats(model.device)
+    before = torch.cuda.memory_allocated(model.device)
+    model.profile(num_tokens, min(num_tokens, options.max_num_seqs))
+    step_bytes = torch.cuda.max_memory_allocated(model.device) - before
+    graph_bytes = sum(maker.measure() for maker in graphs)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(model.device)
+    return max(0, free - step_bytes - graph_bytes - int(total * (1 - utilization)))
 
 
 def _new_scheduler(

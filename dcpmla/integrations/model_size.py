@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from dcpmla.hf_quantization import expert_codes, has_mxfp8, packed_codes, scale_block
-from dcpmla.integrations.decoder import Shapes
 from dcpmla.integrations.families.routing import num_routed_experts
 from dcpmla.integrations.families.table import family_of
+from dcpmla.integrations.parts import Shapes
 from dcpmla.integrations.skeleton import build_skeleton, published_shapes
 from dcpmla.parallel.quantized import BLOCK, GROUP
 from dcpmla.planning.parameter import Parameter
@@ -56,21 +56,14 @@ def read_model(config: Any, with_mtp: bool = False) -> ModelSize:
         model = build_skeleton(config)
     except Exception as error:  # transformers raises many kinds
         raise ValueError(f"model (--model): transformers builds no model of this config: {error}") from error
-    num_routed, experts_per_token = _routing(config)
     mtp_shapes = family.mtp_shapes(config, block, published_shapes(model)) if with_mtp else {}
     return ModelSize(
         attention=attention,
         max_position_embeddings=config.max_position_embeddings,
-        num_routed=num_routed,
-        experts_per_token=experts_per_token,
+        num_routed=num_routed_experts(config) + (getattr(config, "zero_expert_num", 0) or 0),  # LongCat's zero experts
+        experts_per_token=getattr(config, "num_experts_per_tok", 0) or 0,
         parameters=_group(model, config) + _around_mtp_block(mtp_shapes, config),
     )
-
-
-def _routing(config: Any) -> tuple[int, int]:
-    """Return the number of a router's choices, with LongCat's zero experts, and of experts per token; 0 without any."""
-    num_choices = num_routed_experts(config) + (getattr(config, "zero_expert_num", 0) or 0)
-    return num_choices, getattr(config, "num_experts_per_tok", 0) or 0
 
 
 def _group(model: nn.Module, config: Any) -> tuple[Parameter, ...]:
@@ -87,17 +80,10 @@ def _group(model: nn.Module, config: Any) -> tuple[Parameter, ...]:
             shape = (num_routed_experts(config), *shape[1:])
         elif len(shape) > 2:  # convolutions and rates of linear attention
             shape = tuple(size for size in shape if size > 1)
-        parameter = Parameter(
-            _wildcard(name),
-            shape,
-            1,
-            _style(name),
-            _held_itemsize(name, tensor, model, itemsize),
-            codes.get(name, ""),
-            _num_pieces(name, shape, config),
-            bool(quantization) and not re.search(r"\.self_attn\.|\.engram\.|lm_head", name),
-        )
-        groups[parameter] += 1
+        in_blocks = bool(quantization) and not re.search(r"\.self_attn\.|\.engram\.|lm_head", name)
+        stores = _held_itemsize(name, tensor, model, itemsize), codes.get(name, "")
+        cuts = _num_pieces(name, shape, config), in_blocks
+        groups[Parameter(_wildcard(name), shape, 1, _style(name), *stores, *cuts)] += 1
     if config.tie_word_embeddings:  # the runtime's head is a separate tensor
         shape = (config.vocab_size, config.hidden_size)
         groups[Parameter("lm_head.weight", shape, 1, "column", itemsize)] += 1
@@ -108,16 +94,9 @@ def _around_mtp_block(shapes: Shapes, config: Any) -> tuple[Parameter, ...]:
     """Return the parameters around an MTP module's layer, as if the checkpoint does not quantize them."""
     itemsize = (config.dtype or torch.bfloat16).itemsize
     collapses = any(".hc_head_" in name for name in shapes)  # a `Connection`, which holds float32
-    return tuple(
-        Parameter(
-            _wildcard(name),
-            shape,
-            1,
-            _style(name),
-            4 if collapses and (".hc_head_" in name or ".shared_head." in name) else itemsize,
-        )
-        for name, shape in shapes.items()
-    )
+    wide = (".hc_head_", ".shared_head.") if collapses else ()
+    sizes = {name: 4 if any(word in name for word in wide) else itemsize for name in shapes}
+    return tuple(Parameter(_wildcard(name), shape, 1, _style(name), sizes[name]) for name, shape in shapes.items())
 
 
 def _has_streams(name: str, model: Any) -> bool:

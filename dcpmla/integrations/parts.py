@@ -1,4 +1,7 @@
-"""The parts of a model that this package computes, each from transformers' module of it and a checkpoint's slices."""
+"""The parts of a model that this package computes, each from transformers' module of it and a checkpoint's slices; the
+decoder of a model whose blocks have a norm before attention and one before the MLP, and its MTP module, which
+transformers leaves out.
+"""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -17,14 +20,18 @@ from dcpmla.attention.stack import Stack
 from dcpmla.comm.reduce import Reduce
 from dcpmla.fields import check_experts
 from dcpmla.integrations.families.routing import Routing
-from dcpmla.model.block import VocabHead
+from dcpmla.model.block import Decoder, DecoderBlock, ShortcutBlock, VocabHead
 from dcpmla.model.glu import Glu, LayerGlus
 from dcpmla.model.latent import Latent
 from dcpmla.model.mlp import MLP, MLPPart
 from dcpmla.model.moe import Gate, MoE, load_experts, read_expert, unstack_experts
+from dcpmla.model.mtp import MtpLayer
+from dcpmla.model.norm_gate import NormGate
 from dcpmla.model.router import split_weight
 from dcpmla.parallel.linear import Linear, Weight, read_linear, read_weight
 from dcpmla.parallel.quantized import cut
+
+Shapes = dict[str, tuple[int, ...]]  # shapes of weights by their names
 
 _logger = logging.getLogger(__name__)
 
@@ -36,6 +43,7 @@ class Parts:
     Attributes:
         model: Model of transformers, without weights.
         weights: Weights of the whole checkpoint.
+        shapes: Shapes of all weights that are loaded, but stacked experts', by name.
         placement: Ranks of the model, device of its parameters, and dtype of parameters that are not quantized.
         spreads_experts: Whether each rank has its share of the experts whole, instead of a slice of every one.
         expert_dtype: "auto" or "fp8" (`load_experts`).
@@ -51,6 +59,7 @@ class Parts:
 
     model: Any
     weights: Mapping[str, Weight]
+    shapes: Mapping[str, tuple[int, ...]]
     placement: Placement
     spreads_experts: bool
     expert_dtype: str
@@ -77,22 +86,40 @@ class Parts:
         bar = {"desc": "loading weights", "unit": "layer", "disable": disable}
         yield from (f"model.layers.{number}" for number in tqdm(range(num_layers), **bar))
 
+    def values(self, name: str) -> Tensor:
+        """Return a whole weight as it is stored; float32 if it is quantized."""
+        return read_weight(self.weights, name, self.shapes[name])
+
     def vector(self, name: str) -> Tensor:
-        """Return a whole tensor of the model, in its dtype."""
-        shape = tuple(self.model.get_parameter(name).shape)
-        return read_weight(self.weights, name, shape).to(**self.placement.factory_kwargs)
+        """Return a whole weight in the model's dtype."""
+        return self.values(name).to(**self.placement.factory_kwargs)
+
+    def norm(self, name: str) -> Tensor:
+        """Return the weight of a norm, which may have a gate."""
+        beside_gate = f"{name}.norm.weight"
+        return self.vector(beside_gate if beside_gate in self.shapes else f"{name}.weight")
+
+    def norm_gate(self, name: str) -> NormGate | None:
+        """Return the gate of a norm (A.X-K2); None without."""
+        down, up = (f"{name}.mlp.{linear}.weight" for linear in ("fc1", "fc2"))
+        return NormGate(self.vector(down), self.vector(up)) if down in self.shapes else None
+
+    def linear(self, name: str, rows: slice = slice(None), cols: slice = slice(None)) -> Linear:
+        """Return a linear layer over a slice of a matrix."""
+        num_rows, num_cols = self.shapes[name]
+        sizes = len(range(num_cols)[cols]), len(range(num_rows)[rows])
+        linear = Linear(*sizes, **self.placement.factory_kwargs)
+        linear.load(read_linear(self.weights, name, (num_rows, num_cols), rows, cols))
+        return linear
 
     def head(self) -> VocabHead:
         """Return the head, its rows cut over the ranks if they divide evenly."""
-        vocab_size, hidden_size = self.model.lm_head.weight.shape
         name = "lm_head.weight" if "lm_head.weight" in self.weights else "model.embed_tokens.weight"
-        mesh, new = self.placement.mesh, self.placement.factory_kwargs
+        vocab_size, mesh = self.shapes[name][0], self.placement.mesh
         is_cut = vocab_size % mesh.tp_size == 0  # the gather of logits takes the same number from each rank
         rows = cut(vocab_size, mesh.tp_rank, mesh.tp_size) if is_cut else slice(0, vocab_size)
-        linear = Linear(hidden_size, rows.stop - rows.start, **new)
-        linear.load(read_linear(self.weights, name, (vocab_size, hidden_size), rows=rows))
         softcap = getattr(self.model.config, "final_logit_softcapping", None)
-        return VocabHead(linear, vocab_size, mesh.tp_group, softcap)
+        return VocabHead(self.linear(name, rows), vocab_size, mesh.tp_group, softcap)
 
     def attention(self, name: str) -> tuple[AttentionLayer, int]:
         """Load the next layer of attention, and return it with its number."""
@@ -118,8 +145,7 @@ class Parts:
 
     def mlp(self, name: str) -> MLP | MoE:
         """Return an MLP or a mixture of experts."""
-        module = self.model.get_submodule(name)
-        return self._moe(name, module) if hasattr(module, "experts") else self.dense(name)
+        return self.dense(name) if f"{name}.gate_proj.weight" in self.shapes else self._moe(name)
 
     def dense(self, name: str, glu: Glu | None = None) -> MLP:
         """Return an MLP of the checkpoint's size.
@@ -134,7 +160,8 @@ class Parts:
         mlp.load_weights(self.weights, MLPPart(f"{name}.", size, columns))
         return mlp
 
-    def _moe(self, name: str, module: Any) -> MoE:
+    def _moe(self, name: str) -> MoE:
+        module = self.model.get_submodule(name)
         tp_rank, tp_size, glus = self.placement.mesh.tp_rank, self.placement.mesh.tp_size, self._glus_of(name)
         num_experts, width, size = module.experts.down_proj.shape
         check_experts(num_experts, size, tp_size, self.spreads_experts)
@@ -161,15 +188,11 @@ class Parts:
         )
 
     def _latent(self, name: str, width: int) -> Latent:
-        mesh, new = self.placement.mesh, self.placement.factory_kwargs
-        config, columns = self.model.config, cut(width, mesh.tp_rank, mesh.tp_size)
-        shape = width, config.hidden_size
-        down, up = Linear(*shape[::-1], **new), Linear(columns.stop - columns.start, config.hidden_size, **new)
-        down.load(read_linear(self.weights, f"{name}.routed_expert_down_proj.weight", shape))
-        up.load(read_linear(self.weights, f"{name}.routed_expert_up_proj.weight", shape[::-1], cols=columns))
-        has_norm = hasattr(self.model.get_submodule(name), "routed_expert_norm")
-        norm = self.vector(f"{name}.routed_expert_norm.weight") if has_norm else None
-        return Latent(down, up, norm, self.eps, columns, self.reduce)
+        columns = cut(width, self.placement.mesh.tp_rank, self.placement.mesh.tp_size)
+        down = self.linear(f"{name}.routed_expert_down_proj.weight")
+        up = self.linear(f"{name}.routed_expert_up_proj.weight", cols=columns)
+        norm = f"{name}.routed_expert_norm.weight"
+        return Latent(down, up, self.vector(norm) if norm in self.shapes else None, self.eps, columns, self.reduce)
 
     def _shared_parts(self, name: str, module: Any, weights: Mapping[str, Weight], expert: MLPPart) -> list[MLPPart]:
         """Return the shared MLP as further experts, if it has their activation, width, cut and format."""
@@ -187,18 +210,60 @@ class Parts:
         routed, shared = (read_expert(weights, part, hidden_size, self.placement.dtype) for part in (expert, parts[0]))
         return parts if [type(weight) for weight in routed] == [type(weight) for weight in shared] else []
 
-    def _router_weight(self, name: str) -> Tensor:
-        shape = tuple(self.model.get_parameter(name).shape)
-        return split_weight(read_weight(self.weights, name, shape).to(self.placement.device), self.placement.dtype)
-
     def _gate(self, name: str, num_shared: int) -> Gate:
         bias, router = f"{name}.{self.routing.bias}", self.routing.router(self.model.config, num_shared)
-        weight = self._router_weight(f"{name}.{self.routing.weight}")
+        device = self.placement.device
+        weight = split_weight(self.values(f"{name}.{self.routing.weight}").to(device), self.placement.dtype)
         if f"{name}.gate.tid2eid" in self.weights:
-            table = self.weights[f"{name}.gate.tid2eid"][:].to(self.placement.device, torch.int64)
-            return Gate(weight, router, table=table)
-        values = None
-        if bias in self.weights:
-            values = read_weight(self.weights, bias, tuple(self.model.get_buffer(bias).shape))
-            values = values.to(self.placement.device, torch.float32)
-        return Gate(weight, router, values)
+            return Gate(weight, router, table=self.weights[f"{name}.gate.tid2eid"][:].to(device, torch.int64))
+        return Gate(weight, router, self.values(bias).to(device, torch.float32) if bias in self.weights else None)
+
+
+# Function of parts, a layer's name and the weight of the norm after the layer.
+LoadBlock = Callable[[Parts, str, Tensor], DecoderBlock | ShortcutBlock]
+
+
+def load_block(parts: Parts, name: str, output_norm: Tensor) -> DecoderBlock:
+    """Load a layer of attention and an MLP or experts."""
+    attention, layer = parts.attention(f"{name}.self_attn")
+    second_norm = f"{name}.post_attention_layernorm"
+    norms = parts.norm(second_norm), output_norm
+    mlp = parts.mlp(f"{name}.mlp")
+    mlp_norm = f"{name}.mlp.post_mlp_layernorm.weight"
+    last = parts.vector(mlp_norm) if mlp_norm in parts.shapes else None
+    gates = parts.norm_gate(f"{name}.input_layernorm"), parts.norm_gate(second_norm)
+    return DecoderBlock(layer, attention, mlp, *norms, parts.eps, parts.reduce, last, *gates)
+
+
+def load_decoder(
+    parts: Parts, num_layers: int, first_norm: str = "input_layernorm", load: LoadBlock = load_block
+) -> Decoder:
+    """Load the decoder.
+
+    Args:
+        num_layers: Number of layers, without the MTP module's.
+        first_norm: Name of a layer's first norm.
+        load: Loader of a layer.
+    """
+    norms = [parts.norm(f"model.layers.{number}.{first_norm}") for number in range(num_layers)]
+    norms.append(parts.vector("model.norm.weight"))
+    names = parts.layer_names(num_layers)
+    blocks = [load(parts, name, output_norm) for name, output_norm in zip(names, norms[1:], strict=True)]
+    return Decoder(parts.vector("model.embed_tokens.weight"), norms[0], blocks, parts.eps)
+
+
+def load_mtp(parts: Parts, block: str, embedding: Tensor) -> MtpLayer:
+    """Load an MTP module whose block is a `DecoderBlock`.
+
+    Args:
+        block: Name of the block.
+        embedding: Embedding of the model, for a module without its own (dots3).
+    """
+    own = f"{block}.embed_tokens.weight"
+    embedding = parts.vector(own) if own in parts.shapes else embedding
+    decoder_block = load_block(parts, block, parts.vector(f"{block}.shared_head.norm.weight"))
+    enorm, hnorm, input_norm = (
+        parts.vector(f"{block}.{name}.weight") for name in ("enorm", "hnorm", "input_layernorm")
+    )
+    projection = parts.linear(f"{block}.eh_proj.weight")
+    return MtpLayer(embedding, enorm, hnorm, projection, input_norm, decoder_block, parts.eps)

@@ -1,8 +1,8 @@
 """A model under TP x DCP as the engine runs it."""
 
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,32 +12,14 @@ from dcpmla.attention.stack import Stack
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.layers import Cache
 from dcpmla.comm.reduce import Reduce
-from dcpmla.model.block import VocabHead
+from dcpmla.model.block import Decoder, VocabHead
+from dcpmla.model.mtp import MtpLayer
+from dcpmla.model.stream_decoder import StreamDecoder, StreamMtpLayer
+from dcpmla.model.sum_decoder import SumDecoder
 from dcpmla.parallel.by_rows import by_rows
 
-
-class DecoderModule(Protocol):
-    """All layers of a model but its head (`dcpmla.model.block.Decoder`)."""
-
-    embedding: Any
-    blocks: Any
-
-    def __call__(self, token_ids: Tensor, step: StepMetadata | None, cache: Any) -> Tensor: ...
-
-    def collapse(self, hidden_states: Tensor) -> Tensor: ...
-
-    def modules(self) -> Iterator[nn.Module]: ...
-
-
-class MtpModule(Protocol):
-    """An MTP module (`dcpmla.model.mtp.MtpLayer`)."""
-
-    embedding: Any
-    width: int
-
-    def __call__(self, rows: Tensor, cache: Any, step: StepMetadata | None) -> Tensor: ...
-
-    def collapse(self, hidden_states: Tensor) -> Tensor: ...
+DecoderModule = Decoder | StreamDecoder | SumDecoder  # all layers of a model but its head
+MtpModule = MtpLayer | StreamMtpLayer
 
 
 class ShardedModel:
@@ -53,6 +35,7 @@ class ShardedModel:
     Attributes:
         attention: Attention of all layers.
         hidden_rows: [N, width] hidden states of the last step, kept for the MTP module; empty without one.
+        placement: Placement of the layers.
         eos_token_ids, vocab_size, dtype, device: Values of the model.
     """
 
@@ -68,10 +51,10 @@ class ShardedModel:
         mtp: MtpModule | None = None,
     ) -> None:
         self._mtp = mtp
-        self.dtype, self.device = placement.dtype, torch.device(placement.device)
+        self.placement, self.dtype, self.device = placement, placement.dtype, torch.device(placement.device)
         self.hidden_rows = torch.empty(0, device=self.device)
         self.hidden_states, self.head, self._rotary = hidden_states, head, rotary
-        self._exchanges, self._is_deterministic = (placement.exchange, reduce), placement.dcp.deterministic
+        self._exchanges = placement.exchange, reduce
         self.attention, self.eos_token_ids, self.vocab_size = attention, eos_token_ids, head.vocab_size
 
     @torch.inference_mode()
@@ -193,7 +176,7 @@ class ShardedModel:
             layer_type: Type of rotary embedding, in a model with several.
         """
         angles = functools.partial(self._angles, layer_type=layer_type)
-        rows: Tensor = by_rows(angles, positions) if self._is_deterministic else angles(positions)
+        rows: Tensor = by_rows(angles, positions) if self.placement.dcp.deterministic else angles(positions)
         return rows
 
     def _angles(self, positions: Tensor, layer_type: str) -> Tensor:

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from dcpmla.integrations.checkpoint import Checkpoint
+from dcpmla.integrations.families.family import NO_MTP
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.families.table import family_of
+from dcpmla.integrations.parts import Shapes
 
 _PART = re.compile(r"model\.layers\.\d+|model\.\w+|\w+")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.")  # a tensor of one expert: its layer's prefix, its number
@@ -53,8 +55,14 @@ def part_of(name: str) -> str:
     return match[0] if match else name
 
 
-def check_shapes(model: Any, checkpoint: Checkpoint, routing: Routing) -> None:
-    """Raise ValueError for a weight that is missing or of another shape than the model's, and for surplus experts."""
+def check_shapes(model: Any, checkpoint: Checkpoint, routing: Routing, mtp_shapes: Shapes) -> None:
+    """Raise ValueError for a weight that is missing or of another shape than the model's, and for surplus experts.
+
+    Args:
+        mtp_shapes: Shapes of the MTP module's weights that the model lacks; empty without a module.
+    """
+    if missing := mtp_shapes.keys() - checkpoint.names:
+        raise ValueError(f"checkpoint: tensor {min(missing)} of the MTP module is missing: {NO_MTP}")
     num_experts = {prefix: len(experts.down_proj) for prefix, experts in _mixtures(model)}
     zero_experts = getattr(model.config, "zero_expert_num", None) or 0
     for name in checkpoint.names:
@@ -64,7 +72,7 @@ def check_shapes(model: Any, checkpoint: Checkpoint, routing: Routing) -> None:
                 f"checkpoint: tensor {name} is one too many; the model's config has n_routed_experts "
                 f"{num_experts[prefix]}"
             )
-    shapes = published_shapes(model, checkpoint.names)
+    shapes = published_shapes(model, checkpoint.names) | mtp_shapes
     checkpoint.check_shapes(shapes)
     # Attention layers check their own weights: some layers of GLM-5 have no indexer.
     missing = {name for name in shapes.keys() - checkpoint.names if ".self_attn." not in name}

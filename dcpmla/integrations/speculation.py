@@ -4,18 +4,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.cache.layers import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.decode_graphs import GraphMaker
 from dcpmla.integrations.families.table import family_of
 from dcpmla.integrations.sharded_model import ShardedModel
-from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
 from dcpmla.runtime.drafts import Drafter
-from dcpmla.runtime.graph import Step, StepGraph
+from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.mtp import MtpDrafter
 from dcpmla.runtime.ngram import NgramDrafter
 
@@ -32,12 +29,7 @@ def check_speculation(config: Any, dcp: DCPConfig, method: str) -> None:
 
 
 def make_drafter(
-    method: str,
-    num_speculative_tokens: int,
-    model: ShardedModel,
-    cache: Cache,
-    mesh: DCPMesh,
-    graphs: Sequence[StepGraph],
+    method: str, num_speculative_tokens: int, model: ShardedModel, cache: Cache, graphs: Sequence[StepGraph]
 ) -> Drafter:
     """Return the drafter of a method.
 
@@ -48,12 +40,10 @@ def make_drafter(
         return Drafter()
     if method == "ngram":
         return NgramDrafter(num_speculative_tokens, model.device)
-    return MtpDrafter(num_speculative_tokens, model, cache, mesh, *graphs)
+    return MtpDrafter(num_speculative_tokens, model, cache, model.placement.mesh, *graphs)
 
 
-def mtp_graphs(
-    num_speculative_tokens: int, model: ShardedModel, dcp: DCPConfig, mesh: DCPMesh, max_num_seqs: int, longest: int
-) -> list[GraphMaker]:
+def mtp_graphs(num_speculative_tokens: int, model: ShardedModel, max_num_seqs: int, longest: int) -> list[GraphMaker]:
     """Return the makers of the MTP module's graphs: of its steps over tokens, and over its own drafts.
 
     Args:
@@ -62,14 +52,8 @@ def mtp_graphs(
     num_reqs = min(max_num_seqs, MAX_DRAFT_ROWS // (1 + num_speculative_tokens))
     hidden_state = torch.zeros_like(model.hidden_rows[0])
     row = model.join(torch.zeros(1, dtype=torch.int64, device=model.device), hidden_state[None])[0]
-
-    def maker(step: Step, input_like: Tensor, query_len: int) -> GraphMaker:
-        def new(cache: Cache, steps: StepBuilder, longest: int) -> StepGraph:
-            return StepGraph.decodes(step, input_like, cache, steps, mesh, num_reqs, longest, query_len)
-
-        return GraphMaker("drafts", new, model, dcp, mesh, longest, num_reqs, query_len - 1)
-
+    sizes = longest, num_reqs
     return [
-        maker(model.predict, torch.zeros_like(row), 1 + num_speculative_tokens),
-        maker(model.draft, hidden_state, num_speculative_tokens),
+        GraphMaker.decodes("drafts", model, model.predict, torch.zeros_like(row), *sizes, 1 + num_speculative_tokens),
+        GraphMaker.decodes("drafts", model, model.draft, hidden_state, *sizes, num_speculative_tokens),
     ]

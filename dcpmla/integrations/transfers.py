@@ -34,7 +34,7 @@ def check_role(role: str, dcp: DCPConfig) -> None:
         )
 
 
-def link_engine(engine: Engine, files: ModelFiles, dcp: DCPConfig, role: str) -> Peer:
+def link_engine(engine: Engine, files: ModelFiles, role: str) -> Peer:
     """Make this rank's transport, let the engine use it, and return this job as others see it. Collective over the job.
 
     Args:
@@ -47,7 +47,7 @@ def link_engine(engine: Engine, files: ModelFiles, dcp: DCPConfig, role: str) ->
     group, rank = engine.mesh.tp_group, engine.mesh.tp_rank
     name = str(broadcast_value(uuid4().hex, group, "naming the engine"))
     assert isinstance(engine.model, ShardedModel)
-    layout = describe(engine.cache, engine.dcp, cache_facts(files, dcp, engine.model, engine.cache.sizes))
+    layout = describe(engine.cache, engine.dcp, cache_facts(files, engine.model, engine.cache.sizes))
     device = engine.cache.tensors[0].device
     with agree():
         try:
@@ -63,8 +63,9 @@ def link_engine(engine: Engine, files: ModelFiles, dcp: DCPConfig, role: str) ->
     return Peer(name, layout, [b64decode(agent) for agent in agents])
 
 
-def cache_facts(files: ModelFiles, dcp: DCPConfig, model: ShardedModel, sizes: CachePlan) -> list[tuple[str, str]]:
+def cache_facts(files: ModelFiles, model: ShardedModel, sizes: CachePlan) -> list[tuple[str, str]]:
     """Return what must be equal on two servers whose caches have the same rows, by the names of options."""
+    dcp = model.placement.dcp
     config = {name: value for name, value in files.config.to_dict().items() if name not in _IRRELEVANT}
     return [
         (

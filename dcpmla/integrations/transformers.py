@@ -4,7 +4,7 @@ transformers provides configs, shapes and rotary embeddings (skeleton.py); modul
 read their own slices of the checkpoint (parts.py). Differences between families are in `families`. Tokens are flat [T].
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,7 @@ from dcpmla.config import DCPConfig
 from dcpmla.hf_quantization import scale_block
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.config_checks import check_generation_config
-from dcpmla.integrations.decoder import Shapes
 from dcpmla.integrations.dummy import dummy_weights
-from dcpmla.integrations.families.family import NO_MTP
 from dcpmla.integrations.families.table import family_of
 from dcpmla.integrations.parts import Parts
 from dcpmla.integrations.sharded_model import ShardedModel
@@ -69,14 +67,18 @@ def load_model(
     attention = family.attention(config, with_mtp)
     attention.check_layout(dcp)
     model = build_skeleton(config)
-    mtp_shapes = family.mtp_shapes(config, mtp_block, published_shapes(model)) if with_mtp else {}
+    shapes = published_shapes(model)
+    mtp_shapes = family.mtp_shapes(config, mtp_block, shapes) if with_mtp else {}
+    shapes |= mtp_shapes
     weights: Mapping[str, Weight]
     if load_format == "dummy":
         dtype = dtype or _in_range(config.dtype or torch.bfloat16)
-        weights = dummy_weights(published_shapes(model) | mtp_shapes, model.config, dtype, device)
+        weights = dummy_weights(shapes, model.config, dtype, device)
     else:
-        checkpoint = _open_checkpoint(directory, model, partial(family.module_name, num_layers=num_layers), mtp_shapes)
-        check_shapes(model, checkpoint, family.routing)
+        used, rename = {part_of(name) for name in shapes}, partial(family.module_name, num_layers=num_layers)
+        block = scale_block(getattr(model.config, "quantization_config", None))
+        checkpoint = Checkpoint(directory, block, rename, lambda name: part_of(name) in used)
+        check_shapes(model, checkpoint, family.routing, mtp_shapes)
         dtype, weights = dtype or _in_range(config.dtype or checkpoint.dtype), checkpoint.weights("")
     if enable_expert_parallel and not any(hasattr(module, "experts") for module in model.modules()):
         raise ValueError(
@@ -84,12 +86,9 @@ def load_model(
         )
     placement = Placement(dcp, mesh, selection.exchange, dtype, device)
     reduce = select_reduce(mesh.tp_group, device, dcp.exchange_timeout, dcp.deterministic)
-    spreads_experts, routing = enable_expert_parallel and mesh.tp_size > 1, family.routing
-    eps = config.rms_norm_eps
-    glus = partial(family.glus, config)
-    parts = Parts(
-        model, weights, placement, spreads_experts, expert_dtype, routing, glus, attention, reduce, eps, directory
-    )
+    formats = enable_expert_parallel and mesh.tp_size > 1, expert_dtype
+    glus, eps = partial(family.glus, config), config.rms_norm_eps
+    parts = Parts(model, weights, shapes, placement, *formats, family.routing, glus, attention, reduce, eps, directory)
     num_mtp_layers = config.num_hidden_layers - num_layers
     decoder = family.load_decoder(parts, len(model.model.layers) - num_mtp_layers)
     mtp = family.load_mtp(parts, mtp_block, decoder.embedding) if with_mtp else None
@@ -108,21 +107,6 @@ def load_model(
         for module in loaded.modules():
             make_deterministic(module)
     return loaded
-
-
-def _open_checkpoint(directory: Path, model: Any, rename: Callable[[str], str], mtp_shapes: Shapes) -> Checkpoint:
-    """Return the checkpoint of a model, and of its MTP module if there are shapes of it.
-
-    Raises:
-        ValueError: A weight of the module is missing or of another shape.
-    """
-    used = {part_of(name) for name in [*published_shapes(model), *mtp_shapes]}
-    block = scale_block(getattr(model.config, "quantization_config", None))
-    checkpoint = Checkpoint(directory, block, rename, lambda name: part_of(name) in used)
-    if missing := mtp_shapes.keys() - checkpoint.names:
-        raise ValueError(f"checkpoint: tensor {min(missing)} of the MTP module is missing: {NO_MTP}")
-    checkpoint.check_shapes(mtp_shapes)
-    return checkpoint
 
 
 def _eos_token_ids(directory: Path, config: Any) -> frozenset[int]:

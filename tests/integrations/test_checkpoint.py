@@ -14,7 +14,7 @@ from dcpmla.attention.mla.fp8_scales import KV_SCALE_NAMES, read_scale
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.checkpoint import Checkpoint
-from dcpmla.integrations.checkpoint_names import TEXT_RULES, rename
+from dcpmla.integrations.families.family import Family
 from dcpmla.integrations.families.table import FAMILIES
 from dcpmla.integrations.model_files import find_model, load_config
 from dcpmla.integrations.transformers import load_model
@@ -160,7 +160,9 @@ def test_generates_with_a_calibrated_cache(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["k_scale", "attn.k_scale", "k_proj.k_scale", "kv_scale", "k_proj.output_scale"])
 def test_names_of_a_cache_s_scale(name: str, tmp_path: Path) -> None:
     save_file({f"model.layers.0.self_attn.{name}": torch.tensor([0.5])}, tmp_path / "model.safetensors")
-    weights = Checkpoint(tmp_path, rename=partial(rename, rules=TEXT_RULES)).weights("model.layers.0.self_attn.")
+    weights = Checkpoint(tmp_path, rename=partial(Family().module_name, num_layers=4)).weights(
+        "model.layers.0.self_attn."
+    )
     assert read_scale(weights, KV_SCALE_NAMES) == 0.5
 
 

@@ -31,11 +31,12 @@ def make_cache() -> LatentCache:
 
 def make_maker(max_model_len: int, mesh: Any = MESH) -> GraphMaker:
     model: Any = HashModel()
+    model.placement = SimpleNamespace(dcp=DCPConfig(block_size=BLOCK), mesh=mesh)
 
     def new(cache: Cache, steps: StepBuilder, longest: int) -> StepGraph:
         return StepGraph.decodes(model.decode, torch.tensor(0), cache, steps, mesh, 3, longest)
 
-    return GraphMaker("decode steps", new, model, DCPConfig(block_size=BLOCK), mesh, max_model_len, 3, 0)
+    return GraphMaker("decode steps", new, model, max_model_len, 3, 0)
 
 
 @pytest.mark.parametrize(("max_model_len", "num_columns"), [(3 * BLOCK - 1, 3), (1000 * BLOCK, NUM_BLOCKS)])

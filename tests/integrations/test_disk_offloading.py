@@ -16,9 +16,9 @@ from dcpmla.cache.disk_file import RECORD_BYTES
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations import loading
-from dcpmla.integrations.disk_offloading import _common, check_scales
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.loading import load_engine
+from dcpmla.integrations.offloading import _common, check_scales
 from dcpmla.integrations.open_model import open_model
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.engine import Engine

@@ -82,7 +82,7 @@ def serve_families(
                 common = cache, steps, mesh
                 options["graph"] = StepGraph.decodes(model.decode, torch.tensor(0), *common, 4, 100, query_len)
                 options["mixed_graph"] = StepGraph.prompts(model, *common, 16, 4, 100, costs.tokens_per_request)
-            graphs = [maker.make(cache) for maker in mtp_graphs(num_drafts, model, dcp, mesh, 4, 100)]
+            graphs = [maker.make(cache) for maker in mtp_graphs(num_drafts, model, 4, 100)]
             drafter = Recording(num_drafts, model, cache, mesh, *graphs)
             drafter.record = []
             engine = new_engine(model, cache, dcp, mesh, 100, 16, 4, drafter=drafter, **options)

@@ -75,7 +75,7 @@ def serve_twice(directories: list[Path], dcp: DCPConfig) -> list[tuple[list[list
         cache: Any = model.attention.plan_cache(dcp, [80] * 6, model.dtype, 12, NUM_DRAFTS).allocate(CPU)
         for memory in cache.tensors:
             memory.fill_(torch.nan)
-        graphs = [maker.make(cache) for maker in mtp_graphs(NUM_DRAFTS, model, dcp, mesh, 4, 100)]
+        graphs = [maker.make(cache) for maker in mtp_graphs(NUM_DRAFTS, model, 4, 100)]
         drafter = Always(NUM_DRAFTS, model, cache, mesh, *graphs)
         engine = new_engine(model, cache, dcp, mesh, 100, 13, 4, drafter=drafter)
         params, requests = SamplingParams(max_new_tokens=9, ignore_eos=True), []

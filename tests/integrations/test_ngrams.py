@@ -22,6 +22,7 @@ from dcpmla.config import DCPConfig
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.ngrams import NgramSizes, load_hash, load_memory
+from dcpmla.integrations.parts import Parts
 from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.graph import StepGraph
@@ -100,14 +101,11 @@ def test_more_ranks_than_buckets() -> None:
 def parts_of(directory: Path, config: Any, dcp: DCPConfig, mesh: Any) -> Any:
     exchange = select_exchange(dcp, mesh.dcp_group, CPU).exchange
     weights = Checkpoint(directory / "memories", (32, 32)).weights("") if (directory / "memories").exists() else {}
-    return SimpleNamespace(
-        model=SimpleNamespace(config=config),
-        weights=weights,
-        placement=Placement(dcp, mesh, exchange, torch.float32, CPU),
-        reduce=CollectiveReduce(mesh.tp_group),
-        eps=1e-6,
-        directory=directory,
-    )
+    model: Any = SimpleNamespace(config=config)
+    of_experts: Any = None, None, None  # what no memory reads
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    placement, reduce = Placement(dcp, mesh, exchange, torch.float32, CPU), CollectiveReduce(mesh.tp_group)
+    return Parts(model, weights, shapes, placement, False, "auto", *of_experts, reduce, 1e-6, directory)
 
 
 def check_compressed_ids(tmp_path: Path) -> None:
@@ -164,7 +162,7 @@ def open_model(directory: Path, tp: int, dcp: DCPConfig) -> tuple[Any, Any]:
         setattr(config, name, value)
     parts, sizes, decoder = parts_of(directory, config, dcp, mesh), NgramSizes.of(config), model.hidden_states
     decoder.ngrams = load_hash(parts, sizes)
-    for number, layer in enumerate(sizes.layers):
+    for number, layer in enumerate(sizes.layer_ids):
         decoder.blocks[layer].memory = load_memory(parts, f"layers.{layer}.engram", number, sizes)
     model.attention = replace(model.attention, keeps_token_ids=True)  # type: ignore[type-var]
     return model, mesh

@@ -15,7 +15,7 @@ from dcpmla.attention.output.rows import quant_for
 from dcpmla.comm.select import select_exchange
 from dcpmla.hf_quantization import check_quantization, scale_block
 from dcpmla.integrations.checkpoint import Checkpoint
-from dcpmla.integrations.checkpoint_names import TEXT_RULES, rename
+from dcpmla.integrations.families.family import Family
 from dcpmla.integrations.families.table import find_family
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.quantization import StoredTensor
@@ -209,7 +209,7 @@ def test_integers_are_packed_as_compressed_tensors_does(v32: Path, tmp_path: Pat
     save_file(
         {"w.weight_packed": packed, "w.weight_scale": torch.tensor([[0.5], [3.0]])}, tmp_path / "model.safetensors"
     )
-    weight = Checkpoint(tmp_path, (1, 16), partial(rename, rules=TEXT_RULES)).weights("")["w.weight"]
+    weight = Checkpoint(tmp_path, (1, 16), partial(Family().module_name, num_layers=4)).weights("")["w.weight"]
     for rows, cols in ((WHOLE, WHOLE), (slice(1, 2), slice(3, 11)), (WHOLE, slice(7, 8)), (WHOLE, slice(8, 16))):
         assert torch.equal(weight[rows, cols], (numbers * torch.tensor([[0.5], [3.0]]))[rows, cols])
 
@@ -227,7 +227,7 @@ def test_integers_with_scales_of_another_dtype_are_read_as_values(tmp_path: Path
     tensors = {"w.weight_packed": torch.zeros(2, 8, dtype=torch.int32), "w.weight_scale": torch.rand(2, 2)}
     save_file(tensors, tmp_path / "model.safetensors")
     part = read_linear(
-        Checkpoint(tmp_path, (1, 32), partial(rename, rules=TEXT_RULES)).weights(""), "w.weight", (2, 64)
+        Checkpoint(tmp_path, (1, 32), partial(Family().module_name, num_layers=4)).weights(""), "w.weight", (2, 64)
     )
     assert torch.equal(part, -8 * tensors["w.weight_scale"].repeat_interleave(32, 1))
 

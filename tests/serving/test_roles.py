@@ -157,8 +157,9 @@ def facts(dcp: DCPConfig | None = None, dtype: str = "bf16", norm: float = 1.0, 
     sizes: Any = SimpleNamespace(dtype=dtype, index_dtype="uint8")
     layer = nn.RMSNorm(4)
     nn.init.constant_(layer.weight, norm)
-    model: Any = SimpleNamespace(dtype="bf16", modules=lambda: [nn.ModuleDict({"norm": layer})])
-    return dict(cache_facts(files, dcp or DCPConfig(), model, sizes))
+    placement = SimpleNamespace(dcp=dcp or DCPConfig())
+    model: Any = SimpleNamespace(dtype="bf16", placement=placement, modules=lambda: [nn.ModuleDict({"norm": layer})])
+    return dict(cache_facts(files, model, sizes))
 
 
 def test_facts_name_what_differs() -> None:

@@ -11,7 +11,7 @@ from dcpmla.cache.disk_folder import DiskFolder
 from dcpmla.cache.disk_transfer import DiskTransfers, Transfer
 from dcpmla.cache.host import HostMemory
 from dcpmla.cache.tier import Tier
-from dcpmla.integrations.disk_offloading import share_content
+from dcpmla.integrations.offloading import share_content
 
 OpenDisk = Callable[[HostMemory], Tier]
 IDENTITY = {"model": "hash", "layout": "one"}

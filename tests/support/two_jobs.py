@@ -102,7 +102,7 @@ def link(engine: Engine, directory: Path, meeting: Meeting, name: str, other: st
     rank, device = dist.get_rank(), engine.cache.tensors[0].device
     files, model = open_model(str(directory)), engine.model
     assert isinstance(model, ShardedModel)
-    layout = describe(engine.cache, engine.dcp, cache_facts(files, engine.dcp, model, engine.cache.sizes))
+    layout = describe(engine.cache, engine.dcp, cache_facts(files, model, engine.cache.sizes))
     transport = NixlTransport(rank_name(name, rank), allocate_staging(device, 4, SLOT_BYTES))
     meeting.put(f"{name}{rank}", transport.metadata())
     if rank == 0:

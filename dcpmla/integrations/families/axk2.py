@@ -1,39 +1,26 @@
 """A.X-K2: sparse MLA with gates of its heads' outputs, and gates of norms."""
 
-import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
 from dcpmla.config import MLAConfig
-from dcpmla.fields import SIZE, list_of, one_of, optional, whole
-from dcpmla.integrations.checkpoint_names import rename
-from dcpmla.integrations.decoder import load_decoder
-from dcpmla.integrations.families.family import NO_MTP
+from dcpmla.fields import SIZE, whole
 from dcpmla.integrations.families.routing import Routing
-from dcpmla.integrations.families.sparse import SPARSE_LAYERS, SparseFamily
-from dcpmla.integrations.parts import Parts
-from dcpmla.model.block import Decoder, DecoderBlock
-from dcpmla.model.norm_gate import NormGate
+from dcpmla.integrations.families.sparse import LAYER_RULES, SparseFamily
 
 _RULES = {
     "gated_norm_rank": SIZE,
     "moe_layer_freq": whole(1),
-    "mlp_layer_types": optional(list_of(one_of(("dense", "sparse")))),
-    "layer_types": optional(list_of(one_of(SPARSE_LAYERS))),
+    **LAYER_RULES,
 }
 
 
 # Names in checkpoints, and in files with transformers' names -> names of modules.
-_NAMES = [
-    (re.compile(pattern), name)
-    for pattern, name in (
-        (r"layernorm\.W_down\.", "layernorm.mlp.fc1."),
-        (r"layernorm\.W_up\.", "layernorm.mlp.fc2."),
-        (r"\.q_gate_proj\.", ".q_b_proj."),
-    )
-]
+_NAMES = (
+    (r"layernorm\.W_down\.", "layernorm.mlp.fc1."),
+    (r"layernorm\.W_up\.", "layernorm.mlp.fc2."),
+    (r"\.q_gate_proj\.", ".q_b_proj."),
+)
 
 
 @dataclass(frozen=True)
@@ -50,39 +37,11 @@ class _AXK2(SparseFamily):
             layer.self_attn.q_b_proj = layer.self_attn.q_gate_proj
             del layer.self_attn.q_gate_proj
 
-    def module_name(self, name: str, num_layers: int) -> str:
-        """Return the name of transformers' module for a tensor of a checkpoint."""
-        return rename(super().module_name(name, num_layers), _NAMES)
 
-    def check_mtp(self, config: Any) -> None:
-        """Raise ValueError: no MTP module is known."""
-        raise ValueError(f"speculative_method (--speculative-method) is 'mtp', which A.X-K2 does not have: {NO_MTP}")
-
-
-def _load_gate(parts: Parts, name: str) -> NormGate:
-    return NormGate(parts.vector(f"{name}.mlp.fc1.weight"), parts.vector(f"{name}.mlp.fc2.weight"))
-
-
-def _load_block(parts: Parts, name: str, output_norm: Tensor) -> DecoderBlock:
-    """Load a layer, whose norm before experts has a gate."""
-    attention, layer = parts.attention(f"{name}.self_attn")
-    norm = f"{name}.post_attention_layernorm"
-    is_gated = hasattr(parts.model.get_submodule(norm), "mlp")
-    return DecoderBlock(
-        layer,
-        attention,
-        parts.mlp(f"{name}.mlp"),
-        parts.vector(f"{norm}.norm.weight" if is_gated else f"{norm}.weight"),
-        output_norm,
-        parts.eps,
-        parts.reduce,
-        input_gate=_load_gate(parts, f"{name}.input_layernorm"),
-        mlp_gate=_load_gate(parts, norm) if is_gated else None,
-    )
-
-
-def _load_decoder(parts: Parts, num_layers: int) -> Decoder:
-    return load_decoder(parts, num_layers, "input_layernorm.norm", _load_block)
-
-
-AXK2 = _AXK2("AXK2", Routing(may_lack_groups=True, unchosen_score=0.0), load_decoder=_load_decoder, rules=_RULES)
+AXK2 = _AXK2(
+    "AXK2",
+    Routing(may_lack_groups=True, unchosen_score=0.0),
+    rules=_RULES,
+    names=_NAMES,
+    no_mtp=", which A.X-K2 does not have",
+)

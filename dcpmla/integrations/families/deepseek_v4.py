@@ -1,25 +1,51 @@
 """DeepSeek-V4: attention over a window and compressed entries, blocks over several streams, names of its own."""
 
-import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dcpmla.attention.layers.compressed.spec import compressed_stack
 from dcpmla.attention.stack import Stack
-from dcpmla.fields import LARGEST_SIZE, even, only
-from dcpmla.integrations.checkpoint_names import rename
-from dcpmla.integrations.decoder import Shapes, mtp_shapes
+from dcpmla.fields import EVEN_SIZE, only
 from dcpmla.integrations.families.deepseek_v4_config import check_compressed, compressed_config
-from dcpmla.integrations.families.deepseek_v4_names import RULES
-from dcpmla.integrations.families.deepseek_v4_weights import load_mixed_streams, load_stream_mtp
 from dcpmla.integrations.families.family import NO_MTP, Family
 from dcpmla.integrations.families.routing import Routing
+from dcpmla.integrations.families.streams import load_stream_mtp, load_streams
+from dcpmla.integrations.parts import Shapes
 
 _RULES = {
     **dict.fromkeys(("num_key_value_heads", "n_shared_experts"), only(1)),
     "attention_bias": only(False),
-    "index_head_dim": even(LARGEST_SIZE),
+    "index_head_dim": EVEN_SIZE,
 }
+V4_NAMES = (  # of the tensors as they are published
+    (r"^embed\.", "model.embed_tokens."),
+    (r"^head\.", "lm_head."),
+    (r"^norm\.", "model.norm."),
+    (r"^hc_head_(fn|base|scale)$", r"model.hc_head.hc_\1"),
+    (r"^layers\.", "model.layers."),
+    (r"(?<!_hc)\.scale$", ".weight_scale_inv"),
+    (r"\.attn\.", ".self_attn."),
+    (r"\.ffn\.", ".mlp."),
+    (r"\.attn_norm\.", ".input_layernorm."),
+    (r"\.ffn_norm\.", ".post_attention_layernorm."),
+    (r"\.hc_(attn|ffn)_(fn|base|scale)$", r".\1_hc.\2"),
+    (r"\.gate\.bias$", ".gate.e_score_correction_bias"),
+    (r"(experts\.(?:\d+\.)?)w1\.", r"\1gate_proj."),
+    (r"(experts\.(?:\d+\.)?)w2\.", r"\1down_proj."),
+    (r"(experts\.(?:\d+\.)?)w3\.", r"\1up_proj."),
+    (r"\.attn_sink$", ".sinks"),
+    (r"\.self_attn\.indexer\.compressor\.", ".self_attn.compressor.indexer."),
+    (r"\.self_attn\.indexer\.weights_proj\.", ".self_attn.compressor.indexer.scorer.weights_proj."),
+    (r"\.self_attn\.indexer\.", ".self_attn.compressor.indexer."),
+    (r"(\.self_attn\.(?:compressor\.)?(?:indexer\.)?)norm\.", r"\1kv_norm."),
+    (r"\.self_attn\.q_norm\.", ".self_attn.q_a_norm."),
+    (r"\.ape$", ".position_bias"),
+    (r"\.wgate\.", ".gate_proj."),
+    (r"\.wkv\.", ".kv_proj."),
+    (r"\.w([qo])_([ab])\.", r".\1_\2_proj."),
+)
+_MTP_NAMES = ((r"^mtp\.0\.norm\.", "mtp.0.shared_head.norm."), (r"^mtp\.0\.", "layers.{mtp}."))
 _WINDOW = (0, "sliding_attention")  # entries of compress_ratios and of layer_types
 
 
@@ -27,12 +53,10 @@ _WINDOW = (0, "sliding_attention")  # entries of compress_ratios and of layer_ty
 class _DeepseekV4(Family):
     """DeepSeek-V4, whose MTP module has a window alone and a router of its own."""
 
-    def read_config(self, raw: dict[str, Any]) -> Any:
-        """Return the config with the MTP module's entry, mtp_attention, which transformers drops."""
-        config = super().read_config(raw)
+    def complete(self, config: Any, raw: Mapping[str, Any]) -> None:
+        """Add the MTP module's entry as mtp_attention."""
         name = "compress_ratios" if raw.get("layer_types") is None else "layer_types"
         config.mtp_attention = {name: (raw.get(name) or [])[config.num_hidden_layers :][:1]}
-        return config
 
     def translate(self, raw: dict[str, Any]) -> dict[str, Any]:
         """Return the fields, whose two fields for the width of the rotary embedding agree."""
@@ -50,11 +74,6 @@ class _DeepseekV4(Family):
         """Return the attention of all layers."""
         return compressed_stack(compressed_config(config))
 
-    def module_name(self, name: str, num_layers: int) -> str:
-        """Return the name of transformers' module, for a published tensor or one that transformers saved."""
-        name = name.replace("mtp.0.norm.", "mtp.0.shared_head.norm.")
-        return rename(re.sub(r"^mtp\.0\.", f"layers.{num_layers}.", name), RULES)
-
     def check_mtp(self, config: Any) -> None:
         """Raise ValueError for a model without an MTP module, or with one that compresses."""
         super().check_mtp(config)
@@ -65,25 +84,23 @@ class _DeepseekV4(Family):
                     f"for the MTP layer; it must be one of {_WINDOW}, a window alone: {NO_MTP}"
                 )
 
-    def with_mtp_layer(self, config: Any) -> Any:
-        """Return a config with the MTP module's decoder layer after the others."""
-        config = super().with_mtp_layer(config)
-        config.layer_types[-1], config.mlp_layer_types[-1] = "sliding_attention", "moe"
-        return config
-
     def mtp_shapes(self, config: Any, block: str, of_model: Shapes) -> Shapes:
         """Return the shapes of the MTP module's weights that are in no decoder layer of transformers' model."""
-        size, num = config.hidden_size, config.hc_mult
-        collapse = {"fn": (num, num * size), "base": (num,), "scale": (1,)}
-        shapes = mtp_shapes(block, size, ("e_proj", "h_proj"))
-        return shapes | {f"{block}.hc_head_{part}": shape for part, shape in collapse.items()}
+        num = config.hc_mult
+        collapse = {"fn": (num, num * config.hidden_size), "base": (num,), "scale": (1,)}
+        return super().mtp_shapes(config, block, of_model) | {
+            f"{block}.hc_head_{part}": shape for part, shape in collapse.items()
+        }
 
 
 DEEPSEEK_V4 = _DeepseekV4(
     "DeepseekV4",
     Routing(scoring=None, group_score="max"),
     check_compressed,
-    load_mixed_streams,
+    load_streams,
     load_stream_mtp,
     rules=_RULES,
+    mtp_layer={"layer_types": "sliding_attention", "mlp_layer_types": "moe"},
+    mtp_projections=("e_proj", "h_proj"),
+    names=(*_MTP_NAMES, *V4_NAMES),
 )

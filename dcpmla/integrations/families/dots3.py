@@ -1,52 +1,32 @@
 """dots3: sparse MLA and MLA with a window, with gates of both; the text model of its multimodal checkpoints."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
 from dcpmla.attention.layers.windowed.spec import WindowSpec
 from dcpmla.attention.mla.latent_spec import LatentSpec
-from dcpmla.attention.stack import Stack
+from dcpmla.attention.spec import LayerSpec
 from dcpmla.config import MLAConfig
-from dcpmla.fields import (
-    LARGEST_SIZE,
-    OBJECT,
-    SIZE,
-    Rule,
-    check_fields,
-    either,
-    even,
-    list_of,
-    number,
-    one_of,
-    only,
-    optional,
-    whole,
-)
-from dcpmla.indexer_config import IndexerConfig
-from dcpmla.integrations.config_checks import check_model, check_rope_fields
-from dcpmla.integrations.decoder import Shapes, load_mtp
+from dcpmla.fields import EVEN_SIZE, SIZE, Rule, check_fields, either, list_of, number, one_of, only, optional, whole
+from dcpmla.integrations.config_checks import check_kinds, check_model, check_rope_fields
 from dcpmla.integrations.families.family import Family
-from dcpmla.integrations.parts import Parts
-from dcpmla.model.mtp import MtpLayer
-from dcpmla.parallel.linear import read_weight
+from dcpmla.integrations.families.sparse import read_indexer
+from dcpmla.integrations.parts import Shapes
 
 # Types of layers, and of transformers' rotary embedding.
 FULL, WINDOW = _TYPES = "indexed_attention", "sliding_attention"
 _SIZES = dict.fromkeys(
     ("num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank", "head_dim", "qk_nope_head_dim"), SIZE
-) | {"v_head_dim": SIZE, "qk_rope_head_dim": even(LARGEST_SIZE)}
+) | {"v_head_dim": SIZE, "qk_rope_head_dim": EVEN_SIZE}
 _RAW_RULES = {
     "head_dim": optional(SIZE),
     **{f"swa_{name}": rule for name, rule in _SIZES.items() if name not in ("num_key_value_heads", "qk_rope_head_dim")},
     "swa_rope_theta": number(1, above=True),
     "sliding_window_size": SIZE,
     "moe_shared_expert_intermediate_size": SIZE,
-    **dict.fromkeys(("rope_parameters.indexed_attention", "rope_parameters.sliding_attention"), OBJECT),
     "per_layer_config": optional(Rule("an object of objects", lambda value: _holds_objects(value))),
-    "num_hidden_layers": whole(1, 1024),
     "n_routed_experts": whole(2, 1 << 16),
     "mtp_layer_types": optional(list_of(one_of(("full_attention", FULL, WINDOW)))),
     "moe_layer_freq": either(whole(1), list_of(whole(0, 1))),
@@ -72,17 +52,14 @@ class _Dots3(Family):
         self.check_attention(config)
         check_model(config.per_layer_config[FULL], self.routing)
 
-    def attention(self, config: Any, has_mtp: bool = False) -> Stack:
+    def mla(self, config: Any) -> MLAConfig:
+        """Return the geometry of layers with an indexer."""
+        return replace(self._mla(config, FULL), indexer=read_indexer(config))
+
+    def layers(self, config: Any, mla: MLAConfig, has_mtp: bool) -> Iterable[LayerSpec]:
         """Return layers with indexers and layers with a window; the first of a pass with a window writes the windows
         for all.
         """
-        indexer = IndexerConfig(
-            num_heads=config.index_n_heads,
-            head_dim=config.index_head_dim,
-            topk=config.index_topk,
-            rope_interleaved=getattr(config, "indexer_rope_interleave", None) is not False,
-        )
-        mla = replace(self._mla(config, FULL), indexer=indexer)
         full = LatentSpec(mla, True, rotary=FULL)
         windowed = replace(self._mla(config, WINDOW), window=config.sliding_window)
         window = WindowSpec(windowed, rotary=WINDOW)
@@ -90,13 +67,13 @@ class _Dots3(Family):
         for layer in (config.layer_types.index(WINDOW), *([len(layers) - 1] if has_mtp else [])):
             if layers[layer] is window:
                 layers[layer] = replace(window, selects=True)
-        return Stack(mla, tuple(layers))
+        return layers
 
     def _mla(self, config: Any, kind: str) -> MLAConfig:
         """Return the geometry of layers of a type. The factor of the query latent is in the scale of scores; the
         indexer's choice does not depend on it.
         """
-        mla = self.mla(config.per_layer_config[kind])
+        mla = super().mla(config.per_layer_config[kind])
         assert mla.q_lora_rank is not None
         return replace(
             mla,
@@ -107,17 +84,11 @@ class _Dots3(Family):
             num_gates=1,
         )
 
-    def module_name(self, name: str, num_layers: int) -> str:
-        """Return the name of transformers' module; the MTP module's embedding is published outside of its layer."""
-        name = super().module_name(name, num_layers)
-        return name.replace("model.mtp.embed_tokens.", f"model.layers.{num_layers}.embed_tokens.")
-
     def with_mtp_layer(self, config: Any) -> Any:
         """Return a config with the MTP module's layer: an MLP, and attention of the kind that mtp_layer_types has."""
         config = super().with_mtp_layer(config)
         kind = (getattr(config, "mtp_layer_types", None) or [WINDOW])[0]
         config.layer_types[-1] = WINDOW if kind == WINDOW else FULL
-        config.mlp_layer_types[-1] = "dense"
         sizes = {int(layer): own for layer, own in config.to_dict()["per_layer_config"].items()}
         first = config.layer_types.index(config.layer_types[-1])
         config.per_layer_config = sizes | {config.num_hidden_layers - 1: sizes.get(first, {})}
@@ -147,11 +118,7 @@ def _check_sizes(sizes_of_layers: dict[str, dict[str, Any]], num_layers: int | N
 def _check(config: Any) -> None:
     """Raise ValueError for layers of other kinds, and for sizes that do not go together."""
     check_fields({"layer_types": list_of(one_of(_TYPES))}, vars(config))
-    if len(config.layer_types) != config.num_hidden_layers or {*config.layer_types} != {*_TYPES}:
-        raise ValueError(
-            f"layer_types is {config.layer_types}; each of {config.num_hidden_layers} layers (num_hidden_layers) has "
-            f"one, and both {' and '.join(_TYPES)} must be there"
-        )
+    check_kinds(config, _TYPES)
     full = config.per_layer_config[FULL]
     for kind in _TYPES:
         sizes, rope = config.per_layer_config[kind], config.rope_parameters[kind]
@@ -165,10 +132,11 @@ def _check(config: Any) -> None:
         check_rope_fields(rope, rotated, f"rope_parameters.{kind}.{{}}")
 
 
-def _load_mtp(parts: Parts, block: str, embedding: Tensor) -> MtpLayer:
-    """Load the MTP module over its own embedding."""
-    own = read_weight(parts.weights, f"{block}.embed_tokens.weight", tuple(embedding.shape))
-    return load_mtp(parts, block, own.to(**parts.placement.factory_kwargs))
-
-
-DOTS3 = _Dots3("Dots3NoteText", check_attention=_check, load_mtp=_load_mtp, rules=_RAW_RULES)
+DOTS3 = _Dots3(
+    "Dots3NoteText",
+    check_attention=_check,
+    rules=_RAW_RULES,
+    mtp_layer={"mlp_layer_types": "dense"},
+    # The MTP module's embedding is published outside of its layer.
+    names=((r"model\.mtp\.embed_tokens\.", "model.layers.{mtp}.embed_tokens."),),
+)

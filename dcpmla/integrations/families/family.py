@@ -2,23 +2,24 @@
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 from dcpmla.attention.mla.latent_spec import LatentSpec
+from dcpmla.attention.spec import LayerSpec
 from dcpmla.attention.stack import Stack
 from dcpmla.config import MLAConfig
 from dcpmla.fields import Rule
 from dcpmla.hf_quantization import has_quantized_weights
-from dcpmla.integrations.checkpoint_names import TEXT_RULES, rename
 from dcpmla.integrations.config_checks import check_mla, check_model, check_raw_config
-from dcpmla.integrations.decoder import Shapes, load_decoder, load_mtp, mtp_shapes
 from dcpmla.integrations.families.routing import Routing
-from dcpmla.integrations.parts import Parts
+from dcpmla.integrations.parts import Parts, Shapes, load_decoder, load_mtp
 from dcpmla.integrations.sharded_model import DecoderModule, MtpModule
 from dcpmla.model.glu import Glu, LayerGlus
 
@@ -27,7 +28,33 @@ from dcpmla.model.glu import Glu, LayerGlus
 # two at their class's default.
 _LATENT_NORM_EPS = 1e-6
 NO_MTP = "leave --speculative-method mtp out, or take ngram"  # end of messages about a missing module
+NameRules = tuple[tuple[str, str], ...]  # patterns, and what replaces them, in the order in which they apply
+_TEXT_NAMES = (  # of all families
+    # a multimodal model around the text model
+    (r"^language_model\.(?=model\.|lm_head\.)", ""),
+    (r"^model\.language_model\.", "model."),
+    # compressed-tensors' packed codes
+    (r"\.weight_packed$", ".weight"),
+    (r"\.([kq])_proj\.output_scale$", r".\1_scale"),  # a calibrated cache's, and its queries'
+    (r"(?<!\.mlp)\.post_mlp_layernorm\.", ".mlp.post_mlp_layernorm."),  # A.X-K1
+)
 _PER_LAYER = ("mlp_layer_types", "layer_types")  # lists of a config with an entry a layer
+
+
+class _TextModel(nn.Module):
+    """transformers' text model and a head, by the names of the multimodal model, where no other model has a head.
+
+    Args:
+        config: Config of the text model.
+        model: transformers' text model.
+    """
+
+    def __init__(self, config: Any, model: Any) -> None:
+        super().__init__()
+        self.config, self.model = config, model
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._keep_in_fp32_modules = model._keep_in_fp32_modules
+        self._keep_in_fp32_modules_strict = model._keep_in_fp32_modules_strict
 
 
 @dataclass(frozen=True)
@@ -42,6 +69,12 @@ class Family:
         load_mtp: Loader of the MTP module, whose block has a name, over the model's embedding.
         rules: Rules for fields of a config.json that the family has, or of which it has a single value, by name; a
             field of an object as "object.field".
+        mtp_layer: Entries of the MTP module's layer in the config's lists; a list without one repeats its last entry.
+        mtp_projections: Names of the MTP module's projection of embeddings and hidden states together, or of one of
+            each.
+        names: Rules for names of tensors, after the rules of all families; names of modules stay. "{mtp}" is the number
+            of the MTP module's layer.
+        no_mtp: Reason why no MTP module is computed, which follows "speculative_method is 'mtp'"; empty if one is.
     """
 
     class_prefix: str = "DeepseekV3"
@@ -50,6 +83,10 @@ class Family:
     load_decoder: Callable[[Parts, int], DecoderModule] = load_decoder
     load_mtp: Callable[[Parts, str, Tensor], MtpModule] = load_mtp
     rules: Mapping[str, Rule] = field(default_factory=dict)
+    mtp_layer: Mapping[str, str] = field(default_factory=dict)
+    mtp_projections: tuple[str, ...] = ("eh_proj",)
+    names: NameRules = ()
+    no_mtp: str = ""
 
     def config_class(self) -> Any:
         """Return transformers' class of configs.
@@ -75,6 +112,7 @@ class Family:
             del raw["quantization_config"]
         config = self.config_class().from_dict(self.translate(raw))
         self.check(config)
+        self.complete(config, raw)
         return config
 
     def check_raw(self, raw: dict[str, Any]) -> None:
@@ -84,6 +122,9 @@ class Family:
     def translate(self, raw: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of a config.json, which keep to the rules, as transformers' class takes them."""
         return raw
+
+    def complete(self, config: Any, raw: Mapping[str, Any]) -> None:
+        """Add fields of a config.json to its transformers config, which lacks them."""
 
     def check(self, config: Any) -> None:
         """Raise ValueError for a transformers config that no such model can have."""
@@ -99,7 +140,11 @@ class Family:
             ValueError: A field that no attention can have.
         """
         mla = self.mla(config)
-        return Stack(mla, (LatentSpec(mla),) * config.num_hidden_layers)
+        return Stack(mla, tuple(self.layers(config, mla, has_mtp)))
+
+    def layers(self, config: Any, mla: MLAConfig, has_mtp: bool) -> Iterable[LayerSpec]:
+        """Return the specs of all layers, from the geometry of layers of MLA."""
+        return (LatentSpec(mla),) * config.num_hidden_layers
 
     def mla(self, config: Any) -> MLAConfig:
         """Return the geometry of layers of MLA as DeepSeek-V3 reads its fields.
@@ -132,9 +177,10 @@ class Family:
         return LayerGlus(*3 * [Glu(limit, limit)])
 
     def new_model(self, config: Any) -> Any:
-        """Return transformers' causal language model of a config."""
-        name = type(config).__name__.removesuffix("Config").removesuffix("Text")
-        return getattr(transformers, f"{name}ForCausalLM")(config)
+        """Return transformers' causal language model of a config, or its text model with a head."""
+        name = type(config).__name__.removesuffix("Config")
+        whole = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM", None)
+        return _TextModel(config, getattr(transformers, f"{name}Model")(config)) if whole is None else whole(config)
 
     def extend(self, model: Any) -> None:
         """Add what the family's models have beyond transformers' model, which has no weights."""
@@ -145,10 +191,14 @@ class Family:
         Args:
             num_layers: Number of the model's layers, and so the number in the MTP module's names.
         """
-        return rename(name, TEXT_RULES)
+        for pattern, called in _compiled((*_TEXT_NAMES, *self.names), num_layers):
+            name = pattern.sub(called, name)
+        return name
 
     def check_mtp(self, config: Any) -> None:
         """Raise ValueError for a model without an MTP module that this package computes."""
+        if self.no_mtp:
+            raise ValueError(f"speculative_method (--speculative-method) is 'mtp'{self.no_mtp}: {NO_MTP}")
         num_modules, name = getattr(config, "num_nextn_predict_layers", None), "num_nextn_predict_layers"
         if num_modules != 1:
             modules = f"{name} {num_modules!r}, and one module is computed" if num_modules else f"no {name}"
@@ -157,11 +207,13 @@ class Family:
             )
 
     def with_mtp_layer(self, config: Any) -> Any:
-        """Return a config with the MTP module's decoder layer after the others."""
+        """Return a config with the MTP module's decoder layer after the others, `num_main_layers`."""
         config = copy.deepcopy(config)
-        for name in _PER_LAYER:
-            if isinstance(getattr(config, name, None), list):
-                setattr(config, name, [*getattr(config, name), getattr(config, name)[-1]])
+        config.num_main_layers = config.num_hidden_layers
+        for name in {*_PER_LAYER, *self.mtp_layer}:
+            if isinstance(entries := getattr(config, name, None), list):
+                own = entries[: config.num_main_layers]
+                setattr(config, name, [*own, self.mtp_layer.get(name, own[-1])])
         config.num_hidden_layers += 1
         return config
 
@@ -172,7 +224,15 @@ class Family:
             block: Name of the module's block, a layer after the model's.
             of_model: Shapes of the model's weights by their names (`published_shapes`).
         """
-        return mtp_shapes(block, config.hidden_size, ("eh_proj",))
+        size, projections = config.hidden_size, self.mtp_projections
+        norms = (f"{block}.{name}.weight" for name in ("enorm", "hnorm", "shared_head.norm"))
+        shape = size, 2 * size // len(projections)
+        return dict.fromkeys(norms, (size,)) | {f"{block}.{name}.weight": shape for name in projections}
+
+
+@cache
+def _compiled(rules: NameRules, num_layers: int) -> list[tuple[re.Pattern[str], str]]:
+    return [(re.compile(pattern), called.replace("{mtp}", str(num_layers))) for pattern, called in rules]
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:

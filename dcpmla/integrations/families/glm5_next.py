@@ -1,29 +1,22 @@
 """The text model of GLM-5-Next: linear attention and sparse MLA over pools, over several streams of the residual."""
 
 import copy
-import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
-
-import transformers
 
 from dcpmla.attention.layers.linear.config import DeltaConfig
 from dcpmla.attention.layers.linear.spec import DeltaSpec
 from dcpmla.attention.layers.pooled.spec import PooledSpec
-from dcpmla.attention.stack import Stack
+from dcpmla.attention.spec import LayerSpec
 from dcpmla.config import MLAConfig
-from dcpmla.fields import FLAG, OBJECT, SIZE, check_fields, list_of, number, one_of, only, optional, rules_of, whole
-from dcpmla.indexer_config import IndexerConfig
-from dcpmla.integrations.checkpoint_names import rename
-from dcpmla.integrations.families.hybrid import HybridFamily
-from dcpmla.integrations.families.sparse import SPARSE_LAYERS
-from dcpmla.integrations.families.streams import drop_connections, load_streams, with_single_stream
-from dcpmla.integrations.families.text_model import TextModel
-from dcpmla.integrations.parts import Parts
-from dcpmla.model.mixing import Constants
-from dcpmla.model.stream_decoder import StreamDecoder
+from dcpmla.fields import FLAG, OBJECT, SIZE, check_fields, list_of, number, one_of, only, optional, whole
+from dcpmla.integrations.config_checks import check_kinds
+from dcpmla.integrations.families.hybrid import HYBRID_NAMES, HybridFamily, check_linear
+from dcpmla.integrations.families.sparse import SPARSE_LAYERS, read_indexer
+from dcpmla.integrations.families.streams import drop_connections, load_streams
 from dcpmla.model.streams import StreamMean
-from dcpmla.parallel.linear import read_weight
 
 _PADDING = 64  # columns of zeros where other models have k_pe: rows have the width that kernels take
 _IN_FLOAT32 = ("attn_hc.fn", "ffn_hc.fn", "index_kpool_compress_ape")
@@ -43,8 +36,7 @@ _RAW_RULES = {
     "linear_attn_config.gate_lower_bound": _FLOOR,
     "linear_attn_config.safe_gate": FLAG,
 }
-_DELTA_FIELDS = {"num_heads": "linear_num_heads", "head_dim": "linear_head_dim", "conv_size": "linear_conv_kernel_dim"}
-_NAMES = [(re.compile(r"\.hc_(attn|ffn)_(fn|base|scale)$"), r".\1_hc.\2")]
+_STREAM_NAMES = ((r"\.hc_(attn|ffn)_(fn|base|scale)$", r".\1_hc.\2"),)
 
 
 @dataclass(frozen=True)
@@ -59,13 +51,8 @@ class _Glm5Next(HybridFamily):
         """Return the geometry of layers of MLA with an indexer of pools."""
         padded = copy.copy(config)
         padded.qk_rope_head_dim = _PADDING
-        indexer = IndexerConfig(
-            num_heads=config.index_n_heads,
-            head_dim=config.index_head_dim,
-            topk=config.index_topk + config.index_kpool - 1,
-            rope_interleaved=False,
-            pool_size=config.index_kpool,
-        )
+        topk = config.index_topk + config.index_kpool - 1
+        indexer = replace(read_indexer(config), topk=topk, rope_interleaved=False, pool_size=config.index_kpool)
         return replace(
             super().mla(padded),
             softmax_scale=config.qk_nope_head_dim**-0.5,
@@ -79,37 +66,18 @@ class _Glm5Next(HybridFamily):
         """Return the geometry of layers of linear attention."""
         return replace(super().delta(config), decay_floor=config.linear_lower_bound)
 
-    def attention(self, config: Any, has_mtp: bool = False) -> Stack:
+    def layers(self, config: Any, mla: MLAConfig, has_mtp: bool) -> Iterable[LayerSpec]:
         """Return layers of linear attention and of sparse MLA over pools."""
-        mla, linear, index_layers = self.mla(config), DeltaSpec(self.delta(config)), _index_layers(config)
-        types = enumerate(config.layer_types)
-        return Stack(
-            mla,
-            tuple(
-                linear if each == "linear_attention" else PooledSpec(mla, layer in index_layers)
-                for layer, each in types
-            ),
+        linear, index_layers = DeltaSpec(self.delta(config)), _index_layers(config)
+        return (
+            linear if each == "linear_attention" else PooledSpec(mla, layer in index_layers)
+            for layer, each in enumerate(config.layer_types)
         )
-
-    def new_model(self, config: Any) -> TextModel:
-        """Return transformers' text model of a config, with the head."""
-        return TextModel(config, getattr(transformers, f"{self.class_prefix}Model")(config))
 
     def extend(self, model: Any) -> None:
         """Name the weights that are held in float32; an MTP module has no streams."""
         drop_connections(model)
         model._keep_in_fp32_modules_strict = {*model._keep_in_fp32_modules_strict, *_IN_FLOAT32}
-
-    def with_mtp_layer(self, config: Any) -> Any:
-        """Return a config with the MTP module's layer, which has an indexer of its own and no streams."""
-        types = config.indexer_types[: config.num_hidden_layers]
-        config = with_single_stream(super().with_mtp_layer(config))
-        config.indexer_types = [*types, "full"]
-        return config
-
-    def module_name(self, name: str, num_layers: int) -> str:
-        """Return the name of transformers' module."""
-        return rename(super().module_name(name, num_layers), _NAMES)
 
 
 def _index_layers(config: Any) -> tuple[int, ...]:
@@ -130,32 +98,27 @@ def _index_layers(config: Any) -> tuple[int, ...]:
 
 def _check(config: Any) -> None:
     """Raise ValueError for inconsistent fields of attention and of layers."""
-    rules = {_DELTA_FIELDS[name]: rule for name, rule in rules_of(DeltaConfig).items() if name in _DELTA_FIELDS}
-    check_fields(rules | {"linear_lower_bound": _FLOOR, "q_lora_rank": SIZE}, vars(config))
+    check_linear(config)
+    check_fields({"linear_lower_bound": _FLOOR, "q_lora_rank": SIZE}, vars(config))
     if config.index_topk % config.index_kpool:
         raise ValueError(
             f"index_topk is {config.index_topk}; it must be a multiple of index_kpool {config.index_kpool}"
         )
-    for name in ("layer_types", "mlp_layer_types"):
-        if len(getattr(config, name)) != config.num_hidden_layers:
-            raise ValueError(
-                f"{name} is {getattr(config, name)}; each of {config.num_hidden_layers} layers (num_hidden_layers) has "
-                "one"
-            )
-    if len({*config.layer_types}) != 2:
+    of_mla = (kind for kind in config.layer_types if kind != "linear_attention")
+    check_kinds(config, ("linear_attention", next(of_mla, SPARSE_LAYERS[0])))
+    if len(config.mlp_layer_types) != config.num_hidden_layers:
         raise ValueError(
-            f"layer_types is {config.layer_types}; linear_attention and indexed_attention must both be there"
+            f"mlp_layer_types is {config.mlp_layer_types}; each of {config.num_hidden_layers} layers "
+            "(num_hidden_layers) has one"
         )
     _index_layers(config)
 
 
-def _load_decoder(parts: Parts, num_layers: int) -> StreamDecoder:
-    """Load a decoder whose head takes the mean of the streams."""
-    config = parts.model.config
-    constants = Constants(config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters)
-    norm = read_weight(parts.weights, "model.norm.weight", (config.hidden_size,))
-    to_head = StreamMean(norm, config.rms_norm_eps).to(parts.placement.device)
-    return load_streams(parts, num_layers, constants, collapses=True, to_head=to_head)
-
-
-GLM5_NEXT = _Glm5Next("Glm5NextText", check_attention=_check, load_decoder=_load_decoder, rules=_RAW_RULES)
+GLM5_NEXT = _Glm5Next(
+    "Glm5NextText",
+    check_attention=_check,
+    load_decoder=partial(load_streams, collapse=StreamMean, collapses=True),
+    rules=_RAW_RULES,
+    mtp_layer={"indexer_types": "full"},
+    names=(*HYBRID_NAMES, *_STREAM_NAMES),
+)

@@ -1,43 +1,34 @@
 """HY V4: sparse MLA with gates and sinks, over independent streams of the residual; and the text model of HY V4 VL."""
 
-import re
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from dcpmla.config import MLAConfig
-from dcpmla.fields import check_fields, list_of, number, one_of, only, whole
-from dcpmla.integrations.checkpoint_names import rename
-from dcpmla.integrations.config_checks import check_mla
-from dcpmla.integrations.families.sparse import SPARSE_LAYERS, SparseFamily
-from dcpmla.integrations.families.streams import drop_connections, load_streams, with_single_stream
-from dcpmla.integrations.parts import Parts
+from dcpmla.fields import list_of, number, one_of, only, whole
+from dcpmla.integrations.families.sparse import LAYER_RULES, SparseFamily
+from dcpmla.integrations.families.streams import drop_connections, load_streams
 from dcpmla.model.glu import SWIGLU, LayerGlus
 from dcpmla.model.mixing import Constants
-from dcpmla.model.stream_decoder import StreamDecoder
 
-_NAMES = [
-    (re.compile(pattern), name)
-    for pattern, name in (
-        (r"\.hc_pre\.hc_", ".hc_"),
-        (r"\.hc_attn_layer\.hc_", ".attn_hc."),
-        (r"\.hc_mlp_layer\.hc_", ".ffn_hc."),
-        (r"\.hc_head_", ".hc_"),
-        (r"\.final_layernorm\.", ".shared_head.norm."),
-        (r"\.learnable_sink_param$", ".sinks"),
-        (r"\.linear_gate\.", ".gate_proj."),  # transformers saves MLPs under this name, too
-        (r"\.self_attn\.gate_proj\.", ".self_attn.g_proj."),
-    )
-]
-_RAW_RULES = {  # vLLM's config has these fields; other values are other models
+_NAMES = (
+    (r"\.hc_pre\.hc_", ".hc_"),
+    (r"\.hc_attn_layer\.hc_", ".attn_hc."),
+    (r"\.hc_mlp_layer\.hc_", ".ffn_hc."),
+    (r"\.hc_head_", ".hc_"),
+    (r"\.final_layernorm\.", ".shared_head.norm."),
+    (r"\.learnable_sink_param$", ".sinks"),
+    (r"\.linear_gate\.", ".gate_proj."),  # transformers saves MLPs under this name, too
+    (r"\.self_attn\.gate_proj\.", ".self_attn.g_proj."),
+    (r"model\.mtp_layers\.0\.", "model.layers.{mtp}."),
+)
+_RULES = {  # vLLM's config has these fields; other values are other models
     **dict.fromkeys(("enable_ihc", "gated_mla", "learnable_sink"), only(True)),
     "gating_type": one_of(("elementwise",)),
-}
-_RULES = {
     "hc_magnitude": number(0, 1e3),
-    "layer_types": list_of(one_of(SPARSE_LAYERS)),
-    "mlp_layer_types": list_of(one_of(("dense", "sparse"))),
+    **LAYER_RULES,
 }
-_VL_RULES = _RAW_RULES | {"rope_parameters.mrope_section": list_of(whole(0), 3)}
+_VL_RULES = _RULES | {"rope_parameters.mrope_section": list_of(whole(0), 3)}
 
 
 @dataclass(frozen=True)
@@ -63,15 +54,6 @@ class _HyV4(SparseFamily):
             layer.self_attn.g_proj = layer.self_attn.gate_proj
             del layer.self_attn.gate_proj
 
-    def module_name(self, name: str, num_layers: int) -> str:
-        """Return the name of transformers' module."""
-        name = rename(super().module_name(name, num_layers), _NAMES)
-        return name.replace("model.mtp_layers.0.", f"model.layers.{num_layers}.")
-
-    def with_mtp_layer(self, config: Any) -> Any:
-        """Return a config with the MTP module's layer, which has no streams."""
-        return with_single_stream(super().with_mtp_layer(config))
-
 
 @dataclass(frozen=True)
 class _HyV4Vl(_HyV4):
@@ -95,20 +77,17 @@ class _HyV4Vl(_HyV4):
         return replace(super().mla(config), rms_norm_eps=config.rms_norm_eps)
 
 
-def _check(config: Any) -> None:
-    """Raise ValueError for inconsistent fields of MLA, of layers and of streams."""
-    check_mla(config)
-    check_fields(_RULES, vars(config))
+def _constants(config: Any) -> Constants:
+    """Return the constants of streams that are not mixed with each other."""
+    return Constants(config.rms_norm_eps, config.hc_eps, 0, config.hc_magnitude, post_eps=config.hc_eps)
 
 
-def _load_decoder(parts: Parts, num_layers: int) -> StreamDecoder:
-    """Load a decoder whose streams are not mixed with each other."""
-    config = parts.model.config
-    constants = Constants(config.rms_norm_eps, config.hc_eps, 0, config.hc_magnitude, post_eps=config.hc_eps)
-    return load_streams(parts, num_layers, constants, collapses=True)
-
-
-HY_V4 = _HyV4("HYV4", check_attention=_check, load_decoder=_load_decoder, rules=_RAW_RULES)
+_load_decoder = partial(load_streams, constants_of=_constants, collapses=True)
+HY_V4 = _HyV4("HYV4", load_decoder=_load_decoder, rules=_RULES, names=_NAMES)
 HY_V4_VL = _HyV4Vl(
-    "HYV4VLText", check_attention=_check, load_decoder=_load_decoder, rules=_VL_RULES, rope_interleaved=True
+    "HYV4VLText",
+    load_decoder=_load_decoder,
+    rules=_VL_RULES,
+    names=_NAMES,
+    rope_interleaved=True,
 )

@@ -1,34 +1,30 @@
 """Families of layers of MLA and of Kimi Delta Attention, and Ling."""
 
-import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dcpmla.attention.layers.linear.config import DeltaConfig
 from dcpmla.attention.layers.linear.spec import DeltaSpec
 from dcpmla.attention.mla.latent_spec import LatentSpec
-from dcpmla.attention.stack import Stack
+from dcpmla.attention.spec import LayerSpec
 from dcpmla.config import MLAConfig
 from dcpmla.fields import FLAG, check_fields, list_of, number, one_of, only, optional, rules_of, whole
-from dcpmla.integrations.checkpoint_names import rename
-from dcpmla.integrations.config_checks import check_rope
+from dcpmla.integrations.config_checks import check_kinds, check_lengths, check_rope
 from dcpmla.integrations.families.family import Family
 from dcpmla.model.glu import SWIGLU, LayerGlus, clamp_after_silu
 
-_NAMES = [
-    (re.compile(pattern), name)
-    for pattern, name in (
-        (r"\.block_sparse_moe\.", ".mlp."),  # Kimi's
-        (r"(\.experts\.\d+)\.w1\.", r"\1.gate_proj."),
-        (r"(\.experts\.\d+)\.w2\.", r"\1.down_proj."),
-        (r"(\.experts\.\d+)\.w3\.", r"\1.up_proj."),
-        (r"^model\.word_embeddings\.", "model.embed_tokens."),  # Ling's
-        (r"\.attention\.", ".self_attn."),
-        (r"\.self_attn\.dense\.", ".self_attn.o_proj."),
-        (r"\.mlp\.gate\.expert_bias$", ".mlp.gate.e_score_correction_bias"),
-        (r"^(model\.layers\.\d+)\.final_layernorm\.", r"\1.shared_head.norm."),  # Ling's MTP module
-    )
-]
+HYBRID_NAMES = (
+    (r"\.block_sparse_moe\.", ".mlp."),  # Kimi's
+    (r"(\.experts\.\d+)\.w1\.", r"\1.gate_proj."),
+    (r"(\.experts\.\d+)\.w2\.", r"\1.down_proj."),
+    (r"(\.experts\.\d+)\.w3\.", r"\1.up_proj."),
+    (r"^model\.word_embeddings\.", "model.embed_tokens."),  # Ling's
+    (r"\.attention\.", ".self_attn."),
+    (r"\.self_attn\.dense\.", ".self_attn.o_proj."),
+    (r"\.mlp\.gate\.expert_bias$", ".mlp.gate.e_score_correction_bias"),
+    (r"^(model\.layers\.\d+)\.final_layernorm\.", r"\1.shared_head.norm."),  # Ling's MTP module
+)
 _TYPES = ("full_attention", "linear_attention")
 _DELTA_FIELDS = {
     "num_heads": "linear_num_heads",
@@ -68,15 +64,10 @@ class HybridFamily(Family):
             rms_norm_eps=config.rms_norm_eps,
         )
 
-    def attention(self, config: Any, has_mtp: bool = False) -> Stack:
+    def layers(self, config: Any, mla: MLAConfig, has_mtp: bool) -> Iterable[LayerSpec]:
         """Return layers of MLA and of linear attention."""
-        mla, linear = self.mla(config), DeltaSpec(self.delta(config))
-        layers = (linear if each == "linear_attention" else LatentSpec(mla) for each in config.layer_types)
-        return Stack(mla, tuple(layers))
-
-    def module_name(self, name: str, num_layers: int) -> str:
-        """Return the name of transformers' module, by the names of the experts, too."""
-        return rename(super().module_name(name, num_layers), _NAMES)
+        linear = DeltaSpec(self.delta(config))
+        return (linear if each == "linear_attention" else LatentSpec(mla) for each in config.layer_types)
 
     def with_mtp_layer(self, config: Any) -> Any:
         """Return a config with the MTP module's decoder layer, which has MLA."""
@@ -108,29 +99,23 @@ class _Ling(HybridFamily):
         return LayerGlus(routed, shared, SWIGLU)
 
 
+def check_linear(config: Any) -> None:
+    """Raise ValueError for a field of linear attention that no layer can have."""
+    check_fields({_DELTA_FIELDS.get(name, name): rule for name, rule in rules_of(DeltaConfig).items()}, vars(config))
+
+
 def check_hybrid(config: Any) -> None:
     """Raise ValueError unless each layer is MLA or linear attention, and both exist."""
-    rules = {_DELTA_FIELDS.get(name, name): rule for name, rule in rules_of(DeltaConfig).items()}
-    check_fields(rules | {"layer_types": list_of(one_of(_TYPES)), "kda_safe_gate": FLAG}, vars(config))
-    group_size = getattr(config, "layer_group_size", None)
-    if len(config.layer_types) != config.num_hidden_layers or {*config.layer_types} != {*_TYPES}:
-        raise ValueError(
-            f"layer_types has {config.layer_types}; each of {config.num_hidden_layers} layers has one, and both "
-            f"{' and '.join(_TYPES)} must be there" + (f"; layer_group_size is {group_size}" if group_size else "")
-        )
+    check_linear(config)
+    check_fields({"layer_types": list_of(one_of(_TYPES)), "kda_safe_gate": FLAG}, vars(config))
+    check_kinds(config, _TYPES)
 
 
 def _check_ling(config: Any) -> None:
     """Raise ValueError for inconsistent fields of layers and of the rotary embedding."""
     check_hybrid(config)
     check_rope(config)
-    for name in _LIMITS:
-        limits = getattr(config, name, None)
-        if limits is not None and len(limits) < config.num_hidden_layers:
-            raise ValueError(
-                f"{name} has {len(limits)} entries; each of {config.num_hidden_layers} layers (num_hidden_layers) has "
-                "one, 0 for no limit"
-            )
+    check_lengths(vars(config), _LIMITS, config.num_hidden_layers)
 
 
-LING = _Ling("BailingHybrid", check_attention=_check_ling, rules=_LING_RULES)
+LING = _Ling("BailingHybrid", check_attention=_check_ling, rules=_LING_RULES, names=HYBRID_NAMES)

@@ -1,6 +1,7 @@
 """LongCat, whose blocks have attention and an MLP twice and experts, and whose latents have factors."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -8,13 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from dcpmla.attention.mla.latent_spec import LatentSpec
-from dcpmla.attention.stack import Stack
+from dcpmla.attention.spec import LayerSpec
 from dcpmla.config import MLAConfig
 from dcpmla.fields import one_of, only
-from dcpmla.integrations.decoder import Shapes, load_decoder
 from dcpmla.integrations.families.family import Family
 from dcpmla.integrations.families.routing import Routing
-from dcpmla.integrations.parts import Parts
+from dcpmla.integrations.parts import Parts, Shapes, load_decoder
 from dcpmla.model.block import ShortcutBlock
 from dcpmla.model.moe import MoE
 
@@ -26,6 +26,12 @@ _RULES = {
     # LongCat-Flash-Lite adds embeddings of n-grams.
     **dict.fromkeys(("ngram_vocab_size_ratio", "emb_neighbor_num", "emb_split_num"), only(None)),
 }
+_NAMES = (  # of the MTP module, to names like DeepSeek-V3's
+    (r"model\.mtp\.layers\.0\.", "model.layers.{mtp}."),
+    (r"model\.mtp\.norm\.", "model.layers.{mtp}.shared_head.norm."),
+    (r"\.transformer_layer\.mlp\.", ".mlp."),
+    (r"norm\.m\.weight", "norm.weight"),
+)
 
 
 @dataclass(frozen=True)
@@ -38,10 +44,9 @@ class _Longcat(Family):
         scale = mla.softmax_scale * math.sqrt(config.hidden_size / config.q_lora_rank)
         return replace(mla, softmax_scale=scale, kv_lora_scale=math.sqrt(config.hidden_size / config.kv_lora_rank))
 
-    def attention(self, config: Any, has_mtp: bool = False) -> Stack:
+    def layers(self, config: Any, mla: MLAConfig, has_mtp: bool) -> Iterable[LayerSpec]:
         """Return dense MLA; the MTP module has one layer."""
-        mla = self.mla(config)
-        return Stack(mla, (LatentSpec(mla),) * (config.num_hidden_layers + has_mtp))
+        return (LatentSpec(mla),) * (config.num_hidden_layers + has_mtp)
 
     def check_mtp(self, config: Any) -> None:
         """Pass: every model has a module."""
@@ -49,12 +54,6 @@ class _Longcat(Family):
     def with_mtp_layer(self, config: Any) -> Any:
         """Return the config unchanged."""
         return config
-
-    def module_name(self, name: str, num_layers: int) -> str:
-        """Return the name of transformers' module, or one like DeepSeek-V3's in the MTP module."""
-        name, block = super().module_name(name, num_layers), f"model.layers.{num_layers}."
-        name = name.replace("model.mtp.layers.0.", block).replace("model.mtp.norm.", f"{block}shared_head.norm.")
-        return name.replace(".transformer_layer.mlp.", ".mlp.").replace("norm.m.weight", "norm.weight")
 
     def mtp_shapes(self, config: Any, block: str, of_model: Shapes) -> Shapes:
         """Return the shapes of all weights of the MTP module, some as in the first half of a block."""
@@ -89,4 +88,5 @@ LONGCAT = _Longcat(
     ),
     load_decoder=partial(load_decoder, first_norm="input_layernorm.0", load=_load_block),
     rules=_RULES,
+    names=_NAMES,
 )

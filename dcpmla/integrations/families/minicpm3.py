@@ -1,17 +1,16 @@
 """MiniCPM3, whose embedding, residual branches and logits have factors."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from dcpmla.config import MLAConfig
-from dcpmla.fields import SIZE, check_fields, number
-from dcpmla.integrations.config_checks import check_mla
-from dcpmla.integrations.decoder import load_decoder
+from dcpmla.fields import SIZE, number
 from dcpmla.integrations.families.family import Family
-from dcpmla.integrations.parts import Parts
+from dcpmla.integrations.parts import Parts, load_decoder
 from dcpmla.model.block import Decoder
 
 _RULES = {
@@ -25,26 +24,18 @@ _RULES = {
 class _MiniCPM3(Family):
     """MiniCPM3, whose rotary embedding rotates halves."""
 
-    def read_config(self, raw: dict[str, Any]) -> Any:
-        """Return the config with the factor that `longrope` computes where the file has none.
+    def complete(self, config: Any, raw: Mapping[str, Any]) -> None:
+        """Add the factor that `longrope` computes where the file has none.
 
         transformers before 5.24 builds no model without it.
         """
-        config = super().read_config(raw)
         rope = config.rope_parameters
         if rope["rope_type"] == "longrope":
             rope.setdefault("factor", config.max_position_embeddings / rope["original_max_position_embeddings"])
-        return config
 
     def mla(self, config: Any) -> MLAConfig:
         """Return the geometry of layers that rotate halves."""
         return replace(super().mla(config), rope_interleaved=False)
-
-
-def _check(config: Any) -> None:
-    """Raise ValueError for inconsistent fields of MLA, and for factors that no model has."""
-    check_mla(config)
-    check_fields(_RULES, vars(config))
 
 
 def _load_decoder(parts: Parts, num_layers: int) -> Decoder:
@@ -66,4 +57,4 @@ def _load_decoder(parts: Parts, num_layers: int) -> Decoder:
     return decoder
 
 
-MINICPM3 = _MiniCPM3("MiniCPM3", check_attention=_check, load_decoder=_load_decoder)
+MINICPM3 = _MiniCPM3("MiniCPM3", load_decoder=_load_decoder, rules=_RULES)

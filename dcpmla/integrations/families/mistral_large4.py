@@ -1,25 +1,19 @@
 """The text model of Mistral Large 4: sparse MLA with and without positions, whose queries have factors."""
 
-import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import transformers
-
 from dcpmla.attention.mla.factored_spec import FactoredSpec, without_positions
-from dcpmla.attention.stack import Stack
+from dcpmla.attention.spec import LayerSpec
 from dcpmla.config import MLAConfig
-from dcpmla.fields import Rule, list_of, number, one_of, only, optional, whole
-from dcpmla.integrations.checkpoint_names import rename
-from dcpmla.integrations.config_checks import check_mla
-from dcpmla.integrations.decoder import load_decoder
-from dcpmla.integrations.families.family import NO_MTP
+from dcpmla.fields import Rule, list_of, number, only, optional, whole
+from dcpmla.integrations.config_checks import check_lengths, check_mla
 from dcpmla.integrations.families.routing import Routing
-from dcpmla.integrations.families.sparse import SPARSE_LAYERS, SparseFamily
-from dcpmla.integrations.families.text_model import TextModel
-from dcpmla.integrations.parts import Parts
+from dcpmla.integrations.families.sparse import LAYER_RULES, SparseFamily
+from dcpmla.integrations.parts import Parts, load_decoder
 from dcpmla.model.block import Decoder
-from dcpmla.parallel.linear import fill, read_weight
+from dcpmla.parallel.linear import fill
 
 _RULES = {
     "q_lora_rank": Rule("null, as queries are made from hidden states", lambda value: value is None),
@@ -29,32 +23,28 @@ _RULES = {
     "index_skip_topk_offset": whole(1),
     "no_rope_layers": optional(list_of(whole(0, 1))),
     "kv_source_layers": optional(list_of(whole(0, 1023))),
-    "layer_types": optional(list_of(one_of(SPARSE_LAYERS))),
-    "mlp_layer_types": optional(list_of(one_of(("dense", "sparse")))),
+    **LAYER_RULES,
 }
-_NAMES = [
-    (re.compile(pattern), name)
-    for pattern, name in (
-        (r"^tok_embeddings\.", "model.embed_tokens."),
-        (r"^lerope\.", "model.rotary_emb."),
-        (r"^(layers|norm)\.", r"model.\1."),
-        (r"^output\.", "lm_head."),
-        (r"(\.layers\.\d+)\.attention\.", r"\1.self_attn."),
-        (r"\.self_attn\.w([qo])\.", r".self_attn.\1_proj."),
-        (r"\.self_attn\.wkv_a_with_mqa\.", ".self_attn.kv_a_proj_with_mqa."),
-        (r"\.self_attn\.wkv_b\.", ".self_attn.kv_b_proj."),
-        (r"\.self_attn\.kv_a_norm\.", ".self_attn.kv_a_layernorm."),
-        (r"\.ssmax_scaling\.s$", ".softmax_scaling.scale"),
-        (r"\.ssmax_scaling\.b$", ".softmax_scaling.bias"),
-        (r"\.attention_norm\.", ".input_layernorm."),
-        (r"\.ffn_norm\.", ".post_attention_layernorm."),
-        (r"\.feed_forward\.", ".mlp."),
-        (r"(\.layers\.\d+)\.(gate|experts|shared_experts)\.", r"\1.mlp.\2."),
-        (r"(\.mlp\b.*)\.w1\.", r"\1.gate_proj."),
-        (r"(\.mlp\b.*)\.w2\.", r"\1.down_proj."),
-        (r"(\.mlp\b.*)\.w3\.", r"\1.up_proj."),
-    )
-]
+_NAMES = (  # Mistral's own
+    (r"^tok_embeddings\.", "model.embed_tokens."),
+    (r"^lerope\.", "model.rotary_emb."),
+    (r"^(layers|norm)\.", r"model.\1."),
+    (r"^output\.", "lm_head."),
+    (r"(\.layers\.\d+)\.attention\.", r"\1.self_attn."),
+    (r"\.self_attn\.w([qo])\.", r".self_attn.\1_proj."),
+    (r"\.self_attn\.wkv_a_with_mqa\.", ".self_attn.kv_a_proj_with_mqa."),
+    (r"\.self_attn\.wkv_b\.", ".self_attn.kv_b_proj."),
+    (r"\.self_attn\.kv_a_norm\.", ".self_attn.kv_a_layernorm."),
+    (r"\.ssmax_scaling\.s$", ".softmax_scaling.scale"),
+    (r"\.ssmax_scaling\.b$", ".softmax_scaling.bias"),
+    (r"\.attention_norm\.", ".input_layernorm."),
+    (r"\.ffn_norm\.", ".post_attention_layernorm."),
+    (r"\.feed_forward\.", ".mlp."),
+    (r"(\.layers\.\d+)\.(gate|experts|shared_experts)\.", r"\1.mlp.\2."),
+    (r"(\.mlp\b.*)\.w1\.", r"\1.gate_proj."),
+    (r"(\.mlp\b.*)\.w2\.", r"\1.down_proj."),
+    (r"(\.mlp\b.*)\.w3\.", r"\1.up_proj."),
+)
 
 
 @dataclass(frozen=True)
@@ -73,44 +63,23 @@ class _MistralLarge4(SparseFamily):
         indexer = replace(mla.indexer, norms_hidden=True)
         return replace(mla, indexer=indexer, rms_norm_eps=config.rms_norm_eps, has_query_factors=True)
 
-    def attention(self, config: Any, has_mtp: bool = False) -> Stack:
+    def layers(self, config: Any, mla: MLAConfig, has_mtp: bool) -> Iterable[LayerSpec]:
         """Return sparse MLA, with and without positions."""
-        plain = super().attention(config)
-        geometries = without_positions(plain.config), plain.config
-        return Stack(
-            plain.config,
-            tuple(
-                FactoredSpec(
-                    geometries[bool(config.no_rope_layers[layer])],
-                    spec.has_indexer,
-                    source=None if source == layer else source,
-                    is_source=layer in config.kv_source_layers[layer + 1 :],
-                )
-                for layer, (spec, source) in enumerate(zip(plain.layers, config.kv_source_layers, strict=True))
-            ),
-        )
-
-    def new_model(self, config: Any) -> TextModel:
-        """Return transformers' text model of a config, with the head."""
-        return TextModel(config, getattr(transformers, f"{self.class_prefix}Model")(config))
-
-    def module_name(self, name: str, num_layers: int) -> str:
-        """Return the name of transformers' module, by Mistral's own names, too."""
-        return rename(super().module_name(name, num_layers), _NAMES)
-
-    def check_mtp(self, config: Any) -> None:
-        """Raise ValueError: the module is not computed."""
-        raise ValueError(
-            "speculative_method (--speculative-method) is 'mtp'; Mistral Large 4 has a DSpark model instead, and this "
-            f"module (mtp_dspark) is not computed: {NO_MTP}"
+        geometries, plain = (without_positions(mla), mla), super().layers(config, mla, has_mtp)
+        return (
+            FactoredSpec(
+                geometries[bool(config.no_rope_layers[layer])],
+                spec.has_indexer,
+                source=None if source == layer else source,
+                is_source=layer in config.kv_source_layers[layer + 1 :],
+            )
+            for layer, (spec, source) in enumerate(zip(plain, config.kv_source_layers, strict=True))
         )
 
 
 def _check_lists(raw: dict[str, Any], num_layers: int) -> None:
     """Raise ValueError for lists of a wrong length, and for a source without latents of its own."""
-    for name in ("no_rope_layers", "mlp_layer_types", "indexer_types", "index_topk_pattern"):
-        if (values := raw.get(name)) is not None and len(values) < num_layers:
-            raise ValueError(f"{name} has {len(values)} entries; num_hidden_layers is {num_layers}")
+    check_lengths(raw, ("no_rope_layers", "mlp_layer_types", "indexer_types", "index_topk_pattern"), num_layers)
     if (sources := raw.get("kv_source_layers")) is None:
         return
     if len(sources) != num_layers:
@@ -143,8 +112,7 @@ def _check(config: Any) -> None:
 
 def _load_decoder(parts: Parts, num_layers: int) -> Decoder:
     """Load the decoder, and the logarithms of the factors of RoPE's frequencies."""
-    alpha = parts.model.model.rotary_emb.alpha
-    fill(alpha, read_weight(parts.weights, "model.rotary_emb.alpha", tuple(alpha.shape)))
+    fill(parts.model.model.rotary_emb.alpha, parts.values("model.rotary_emb.alpha"))
     decoder = load_decoder(parts, num_layers)
     layers: list[Any] = [block.attention for block in decoder.blocks]
     for layer, source in zip(layers, parts.model.config.kv_source_layers, strict=True):
@@ -158,5 +126,7 @@ MISTRAL_LARGE4 = _MistralLarge4(
     check_attention=_check,
     load_decoder=_load_decoder,
     rules=_RULES,
+    names=_NAMES,
+    no_mtp="; Mistral Large 4 has a DSpark model instead, and this module (mtp_dspark) is not computed",
     rope_interleaved=True,
 )

@@ -1,16 +1,22 @@
 """Families of sparse MLA: DeepSeek-V3.2 and GLM-5, on which the families in other files build."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dcpmla.attention.mla.latent_spec import LatentSpec
-from dcpmla.attention.stack import Stack
+from dcpmla.attention.spec import LayerSpec
 from dcpmla.config import MLAConfig
+from dcpmla.fields import list_of, one_of, optional
 from dcpmla.indexer_config import IndexerConfig
 from dcpmla.integrations.families.family import Family
 
 # Names of layers of sparse MLA in layer_types: transformers 5.24 has the first, 5.17 the second.
 SPARSE_LAYERS = ("indexed_attention", "deepseek_sparse_attention")
+LAYER_RULES = {  # of families that have the fields
+    "layer_types": optional(list_of(one_of(SPARSE_LAYERS))),
+    "mlp_layer_types": optional(list_of(one_of(("dense", "sparse")))),
+}
 
 
 @dataclass(frozen=True)
@@ -27,23 +33,15 @@ class SparseFamily(Family):
 
     def mla(self, config: Any) -> MLAConfig:
         """Return the geometry of layers with an indexer."""
-        interleaved = getattr(config, "indexer_rope_interleave", None)
-        indexer = IndexerConfig(
-            num_heads=config.index_n_heads,
-            head_dim=config.index_head_dim,
-            topk=config.index_topk,
-            rope_interleaved=self.rope_interleaved if interleaved is None else interleaved,
-        )
-        return replace(super().mla(config), indexer=indexer)
+        return replace(super().mla(config), indexer=read_indexer(config, self.rope_interleaved))
 
-    def attention(self, config: Any, has_mtp: bool = False) -> Stack:
+    def layers(self, config: Any, mla: MLAConfig, has_mtp: bool) -> Iterable[LayerSpec]:
         """Return sparse MLA.
 
         Raises:
-            ValueError: Layers that reuse a selection that no layer makes, too.
+            ValueError: Layers reuse a selection that no layer makes.
         """
-        mla, types = self.mla(config), _indexer_types(config)[: config.num_hidden_layers]
-        return Stack(mla, tuple(LatentSpec(mla, each == "full") for each in types))
+        return (LatentSpec(mla, each == "full") for each in _indexer_types(config)[: config.num_hidden_layers])
 
     def with_mtp_layer(self, config: Any) -> Any:
         """Return a config with the MTP module's decoder layer, which has an indexer."""
@@ -51,6 +49,21 @@ class SparseFamily(Family):
         config = super().with_mtp_layer(config)
         config.indexer_types = [*types, "full"]
         return config
+
+
+def read_indexer(config: Any, rope_interleaved: bool = True) -> IndexerConfig:
+    """Return the geometry of a transformers config's indexers.
+
+    Args:
+        rope_interleaved: Layout of rotated columns where the config has no indexer_rope_interleave.
+    """
+    interleaved = getattr(config, "indexer_rope_interleave", None)
+    return IndexerConfig(
+        num_heads=config.index_n_heads,
+        head_dim=config.index_head_dim,
+        topk=config.index_topk,
+        rope_interleaved=rope_interleaved if interleaved is None else interleaved,
+    )
 
 
 def _indexer_types(config: Any) -> list[str]:

@@ -1,31 +1,53 @@
 """From a checkpoint to a decoder over several streams of the residual (DeepSeek-V4, HY V4, GLM-5-Next)."""
 
+from collections.abc import Callable
 from typing import Any
+
+from torch import Tensor
 
 from dcpmla.integrations.parts import Parts
 from dcpmla.model.mixing import Constants, Projection
-from dcpmla.model.stream_decoder import StreamBlock, StreamDecoder
+from dcpmla.model.stream_decoder import StreamBlock, StreamDecoder, StreamMtpLayer
 from dcpmla.model.streams import Connection, DelayedCollapse, StreamMean
-from dcpmla.parallel.linear import read_weight
+
+
+def mixing_constants(config: Any) -> Constants:
+    """Return the constants of DeepSeek-V4's hyper-connections."""
+    return Constants(config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters)
 
 
 def load_streams(
     parts: Parts,
     num_layers: int,
-    constants: Constants,
+    constants_of: Callable[[Any], Constants] = mixing_constants,
+    collapse: type[StreamMean] | type[DelayedCollapse] | None = None,
     collapses: bool = False,
-    to_head: Connection | StreamMean | DelayedCollapse | None = None,
 ) -> StreamDecoder:
-    """Load the decoder (`StreamDecoder`).
+    """Load the decoder.
 
     Args:
-        to_head: Collapse of the streams; None to load it.
+        constants_of: Function of a transformers config.
+        collapse: Class of the collapse of the streams; None for a hyper-connection.
+        collapses: Same as in `StreamDecoder`.
     """
+    config, constants = parts.model.config, constants_of(parts.model.config)
     blocks = [load_stream_block(parts, name, constants) for name in parts.layer_names(num_layers)]
-    if to_head is None:
-        to_head = load_connection(parts, "model.hc_head.hc_", "model.norm.weight", constants, is_head=True)
-    num_streams = parts.model.config.hc_mult
-    return StreamDecoder(parts.vector("model.embed_tokens.weight"), blocks, num_streams, to_head, collapses)
+    to_head: Connection | StreamMean | DelayedCollapse
+    if collapse is None:
+        to_head = load_connection(parts, "model.hc_head.hc_", "model.norm.weight", constants)
+    else:
+        to_head = collapse(parts.values("model.norm.weight"), config.rms_norm_eps).to(parts.placement.device)
+    return StreamDecoder(parts.vector("model.embed_tokens.weight"), blocks, config.hc_mult, to_head, collapses)
+
+
+def load_stream_mtp(parts: Parts, block: str, embedding: Tensor) -> StreamMtpLayer:
+    """Load DeepSeek-V4's MTP module, whose block has a name."""
+    config, constants = parts.model.config, mixing_constants(parts.model.config)
+    enorm, hnorm = (parts.vector(f"{block}.{name}.weight") for name in ("enorm", "hnorm"))
+    projections = parts.linear(f"{block}.e_proj.weight"), parts.linear(f"{block}.h_proj.weight")
+    to_head = load_connection(parts, f"{block}.hc_head_", f"{block}.shared_head.norm.weight", constants)
+    stream_block, sizes = load_stream_block(parts, block, constants), (config.hc_mult, config.rms_norm_eps)
+    return StreamMtpLayer(embedding, enorm, hnorm, projections, stream_block, to_head, *sizes)
 
 
 def load_stream_block(parts: Parts, name: str, constants: Constants) -> StreamBlock:
@@ -39,28 +61,17 @@ def load_stream_block(parts: Parts, name: str, constants: Constants) -> StreamBl
 
 
 def drop_connections(model: Any) -> None:
-    """Take the hyper-connections from transformers' MTP layer, which has one stream (`with_single_stream`)."""
+    """Take the hyper-connections from the MTP module's layer, which has one stream."""
     layers = model.model.layers
-    for layer in layers[getattr(model.config, "num_stream_layers", len(layers)) :]:
+    for layer in layers[getattr(model.config, "num_main_layers", len(layers)) :]:
         del layer.attn_hc, layer.ffn_hc
 
 
-def with_single_stream(config: Any) -> Any:
-    """Return a config with the MTP module's layer, the last one, marked as without streams."""
-    config.num_stream_layers = config.num_hidden_layers - 1
-    return config
-
-
-def load_connection(parts: Parts, prefix: str, norm: str, constants: Constants, is_head: bool = False) -> Connection:
+def load_connection(parts: Parts, prefix: str, norm: str, constants: Constants) -> Connection:
     """Load a hyper-connection and the norm after it.
 
     Args:
         prefix: Prefix of the names of its fn, base and scale.
     """
-    size, streams = parts.model.config.hidden_size, parts.model.config.hc_mult
-    num_scales = 1 if is_head else 3 if constants.num_iters else 2
-    num = sum((streams, streams, streams**2)[:num_scales])
-    shapes = {"fn": (num, streams * size), "base": (num,), "scale": (num_scales,)}
-    projection = Projection(*(read_weight(parts.weights, prefix + name, shape) for name, shape in shapes.items()))
-    weight = read_weight(parts.weights, norm, (size,))
-    return Connection(projection, weight, constants).to(parts.placement.device)
+    projection = Projection(*(parts.values(prefix + name) for name in Projection._fields))
+    return Connection(projection, parts.values(norm), constants).to(parts.placement.device)
