@@ -1,18 +1,27 @@
-"""The ways in which an answer follows the engine: whole, or as a stream of events, while its client is connected."""
+"""The base of all routes' answers, and the ways in which one follows the engine: whole, or as a stream of events, while
+its client is connected.
+"""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import Any, Protocol, TypeVar
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from itertools import chain, islice
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from dcpmla.serving.chat.events import Pieces
 from dcpmla.serving.client import Generation
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Output, joined
-from dcpmla.serving.prompts import Prompt
-from dcpmla.serving.shown import Json
+from dcpmla.serving.prompts import Prompt, Texts
+from dcpmla.serving.protocol import RequestFields
+from dcpmla.serving.reader import AnswerReader
+from dcpmla.serving.shown import Json, Usage
 from dcpmla.serving.slices import slices
 
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -21,46 +30,75 @@ T = TypeVar("T")
 Ending = Callable[[Output], Json]  # function of fields of an answer, of a stream in its last chunk, that needs the end
 
 
-class Reply(Protocol):
-    """An answer in the shape of one route, as it grows.
+class Reply(ABC):
+    """The answer to one body in the shape of a route, as it grows.
+
+    Args:
+        body: Body of the request, which says what parts of answers are shown.
+        model: Name of the model for clients.
+        prompts: Prompts that it answers. Each has a number of choices, one after the other.
+        readers: Reader of each choice; none of completions.
 
     Attributes:
-        prompts: Prompts that it answers.
-        num_choices: Number of answers to each.
+        num_choices: Number of answers to each prompt.
+        usages: Usage of each choice.
         ending: Text after the last event of a stream.
     """
 
-    prompts: list[Prompt]
-    num_choices: int
-    ending: str
+    ending = ""
+
+    def __init__(
+        self, body: RequestFields, texts: Texts, model: str, prompts: list[Prompt], readers: Sequence[AnswerReader] = ()
+    ) -> None:
+        self.body, self.texts, self.model, self.prompts, self.readers = body, texts, model, prompts, readers
+        self.id, self.created, self.num_choices = uuid.uuid4().hex, int(time.time()), body.sampling.num_choices
+        self.usages = [Usage(len(prompt.token_ids)) for prompt in prompts for _ in range(self.num_choices)]
+
+    @property
+    def usage(self) -> Usage:
+        """Return the usage of all choices. The choices of a prompt have its tokens in common."""
+        firsts = self.usages[:: self.num_choices]
+        reasoning = [usage.reasoning_tokens for usage in self.usages if usage.reasoning_tokens is not None]
+        return Usage(
+            sum(usage.prompt_tokens for usage in firsts),
+            sum(usage.completion_tokens for usage in self.usages),
+            sum(usage.cached_tokens for usage in firsts),
+            sum(reasoning) if reasoning else None,
+        )
+
+    def read(self, index: int, output: Output) -> Pieces:
+        """Return what an output adds to a choice that has a reader."""
+        pieces = self.readers[index].push(output)
+        self.usages[index].reasoning_tokens = self.readers[index].num_reasoning_tokens
+        return pieces
 
     def drop_prompts(self) -> None:
         """Keep only the parts of prompts that the answer needs: it may take minutes."""
-        ...
+        self.prompts.clear()
 
     def add(self, index: int, output: Output) -> None:
         """Take outputs of a choice, joined, for the whole answer."""
-        ...
+        self.chunks(index, output)
 
+    @abstractmethod
     def whole(self) -> Json:
         """Return the whole answer, after all outputs."""
-        ...
 
     def first_chunks(self) -> list[Json]:
         """Return the chunks that come before any token."""
-        ...
+        return []
 
+    @abstractmethod
     def chunks(self, index: int, output: Output) -> list[Json]:
-        """Return the chunks with an output of a choice."""
-        ...
+        """Return the chunks with an output of a choice, none if there is nothing to show yet."""
 
+    @abstractmethod
     def last_chunks(self) -> list[Json]:
         """Return the chunks that come after all tokens."""
-        ...
 
     def error(self, error: ApiError) -> Json:
         """Return the chunk of an error, which is the last one."""
-        ...
+        return error.body()
 
 
 def event(*chunks: Json) -> Iterator[str]:
@@ -107,47 +145,51 @@ async def events(generation: Generation, answers: Reply, ending: Ending | None =
         yield answers.ending
 
 
-class WholeAnswer(Response):
-    """A whole answer as JSON. One of several slices has no Content-Length."""
+class _Pieces(Response):
+    """An answer that is sent piece by piece while its client is connected."""
 
-    def __init__(self, value: Json) -> None:
+    def __init__(self, texts: AsyncIterator[str], headers: list[tuple[bytes, bytes]]) -> None:
         super().__init__()
-        self._value = value
+        self._texts, self._first_headers = texts, headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await while_connected(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
-        pieces = slices(self._value)
-        text, following = next(pieces), next(pieces, None)
-        headers = [(b"content-type", b"application/json")]
-        if following is None:
-            headers.append((b"content-length", str(len(text.encode())).encode()))
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        while following is not None:
-            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
-            await asyncio.sleep(0)
-            text, following = following, next(pieces, None)
-        await send({"type": "http.response.body", "body": text.encode()})
-
-
-class EventStream(Response):
-    """A streamed answer; its requests end with it, or with its client."""
-
-    def __init__(self, generation: Generation, events: AsyncIterator[str]) -> None:
-        super().__init__()
-        self._generation, self._events = generation, events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._generation:
-            await while_connected(receive, self._send(send))
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
-        async for text in self._events:
+        await send({"type": "http.response.start", "status": 200, "headers": self._first_headers})
+        async for text in self._texts:
             await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
             await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b""})
+
+
+class WholeAnswer(_Pieces):
+    """A whole answer as JSON. One of several slices has no Content-Length."""
+
+    def __init__(self, value: Json) -> None:
+        following = slices(value)
+        first = list(islice(following, 2))
+        headers = [(b"content-type", b"application/json")]
+        if len(first) == 1:
+            headers.append((b"content-length", str(len(first[0].encode())).encode()))
+
+        async def texts() -> AsyncIterator[str]:
+            for text in chain(first, following):
+                yield text
+
+        super().__init__(texts(), headers)
+
+
+class EventStream(_Pieces):
+    """A streamed answer; its requests end with it, or with its client."""
+
+    def __init__(self, generation: Generation, events: AsyncIterator[str]) -> None:
+        super().__init__(events, _EVENTS)
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._generation:
+            await super().__call__(scope, receive, send)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
