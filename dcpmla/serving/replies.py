@@ -7,7 +7,6 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from itertools import chain, islice
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -145,51 +144,47 @@ async def events(generation: Generation, answers: Reply, ending: Ending | None =
         yield answers.ending
 
 
-class _Pieces(Response):
-    """An answer that is sent piece by piece while its client is connected."""
+class WholeAnswer(Response):
+    """A whole answer as JSON. One of several slices has no Content-Length."""
 
-    def __init__(self, texts: AsyncIterator[str], headers: list[tuple[bytes, bytes]]) -> None:
+    def __init__(self, value: Json) -> None:
         super().__init__()
-        self._texts, self._first_headers = texts, headers
+        self._value = value
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await while_connected(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self._first_headers})
-        async for text in self._texts:
+        pieces = slices(self._value)
+        text, following = next(pieces), next(pieces, None)
+        headers = [(b"content-type", b"application/json")]
+        if following is None:
+            headers.append((b"content-length", str(len(text.encode())).encode()))
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        while following is not None:
             await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
             await asyncio.sleep(0)
-        await send({"type": "http.response.body", "body": b""})
+            text, following = following, next(pieces, None)
+        await send({"type": "http.response.body", "body": text.encode()})
 
 
-class WholeAnswer(_Pieces):
-    """A whole answer as JSON. One of several slices has no Content-Length."""
-
-    def __init__(self, value: Json) -> None:
-        following = slices(value)
-        first = list(islice(following, 2))
-        headers = [(b"content-type", b"application/json")]
-        if len(first) == 1:
-            headers.append((b"content-length", str(len(first[0].encode())).encode()))
-
-        async def texts() -> AsyncIterator[str]:
-            for text in chain(first, following):
-                yield text
-
-        super().__init__(texts(), headers)
-
-
-class EventStream(_Pieces):
+class EventStream(Response):
     """A streamed answer; its requests end with it, or with its client."""
 
     def __init__(self, generation: Generation, events: AsyncIterator[str]) -> None:
-        super().__init__(events, _EVENTS)
-        self._generation = generation
+        super().__init__()
+        self._generation, self._events = generation, events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._generation:
-            await super().__call__(scope, receive, send)
+            await while_connected(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+        async for text in self._events:
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b""})
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
