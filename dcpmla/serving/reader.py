@@ -11,13 +11,9 @@ from dcpmla.serving.messages import Output
 class PlainParser:
     """A parser of answers whose format is unknown: all text is content."""
 
-    def push(self, text: str) -> Pieces:
+    def push(self, text: str, is_over: bool = False) -> Pieces:
         """Return the text as content."""
         return Pieces([Piece("text", text)])
-
-    def finish(self) -> Pieces:
-        """Return nothing: no text was held back."""
-        return Pieces()
 
 
 class ChainedParser:
@@ -26,18 +22,11 @@ class ChainedParser:
     def __init__(self, reasoning: AnswerParser, calls: AnswerParser) -> None:
         self._reasoning, self._calls = reasoning, calls
 
-    def push(self, text: str) -> Pieces:
-        """Return the pieces that are certain now."""
-        return self._read(self._reasoning.push(text))
-
-    def finish(self) -> Pieces:
-        """Return the pieces that were held back."""
-        return Pieces((*self._read(self._reasoning.finish()), *self._calls.finish()))
-
-    def _read(self, pieces: Pieces) -> Pieces:
-        """Return pieces in which the texts are parsed for calls."""
-        parts = (self._calls.push(piece.text) if piece.kind == "text" else (piece,) for piece in pieces)
-        return Pieces(itertools.chain.from_iterable(parts))
+    def push(self, text: str, is_over: bool = False) -> Pieces:
+        """Return the pieces that are certain now, their texts parsed for calls."""
+        pieces = self._reasoning.push(text, is_over)
+        parts = [self._calls.push(piece.text) if piece.kind == "text" else (piece,) for piece in pieces]
+        return Pieces(itertools.chain(*parts, self._calls.push("", is_over)))
 
 
 class HiddenTokens:
@@ -98,7 +87,7 @@ class AnswerReader:
         for text, num_tokens in self._slices(output):
             self._add(self._counted(text, num_tokens))
         if output.finish_reason:
-            self._add(self._parser.finish())
+            self._add(self._parser.push("", is_over=True))
             self._begin(None)
         return self._out.take()
 

@@ -46,12 +46,12 @@ class Pieces(tuple[Piece, ...]):
 class AnswerParser(Protocol):
     """A parser of one answer. Its pieces are final: later text never takes them back."""
 
-    def push(self, text: str) -> Pieces:
-        """Take the next text of the answer, special tokens included, and return the pieces that it makes certain."""
-        ...
+    def push(self, text: str, is_over: bool = False) -> Pieces:
+        """Take the next text of the answer, special tokens included, and return the pieces that it makes certain.
 
-    def finish(self) -> Pieces:
-        """End the answer and return the text that waited: incomplete markup is content, or reasoning."""
+        Args:
+            is_over: Whether the answer ends with the text. Incomplete markup is then content, or reasoning.
+        """
         ...
 
 

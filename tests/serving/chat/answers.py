@@ -141,7 +141,7 @@ def cut(text: str, sizes: list[int]) -> list[str]:
 
 def stream(parser: AnswerParser, pieces: list[str]) -> tuple[str, str, list[Call]]:
     """Return the reasoning, the content and the calls of a streamed answer; arguments are JSON text."""
-    events = [*map(parser.push, pieces), parser.finish()]
+    events = [*map(parser.push, pieces), parser.push("", is_over=True)]
     return "".join(each.reasoning for each in events), "".join(each.content for each in events), calls_of(events)
 
 
