@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
@@ -51,32 +51,6 @@ class ToolUse:
         return self.strict.get(name, bool(self.required) and not any(self.strict.values()))
 
 
-def own_tools(
-    tools: Sequence[Mapping[str, Any]] | None, types: Collection[str | None] = ("function",)
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the functions among a request's tools, each with its path in the body.
-
-    Tools of other types are left out, since agents send them unasked: the provider's server runs them (`web_search`),
-    or its models know them without a schema (`bash_20250124`). The log names each type once.
-
-    Args:
-        types: Types of functions in the route's API; None stands for a tool without a type.
-    Raises:
-        ApiError: A type is no string, or is missing.
-    """
-    for number, tool in enumerate(tools or ()):
-        path, kind = f"tools.{number}", tool.get("type")
-        if kind in types:
-            yield path, tool
-        elif not isinstance(kind, str):
-            raise ApiError(400, f"{path}: type {kind!r:.100} is not supported; give functions", param=path)
-        elif kind not in _logged and len(_logged) < _MAX_LOGGED:
-            _logged.add(kind)
-            _logger.warning(
-                "tools of type %.100r are left out of prompts: only functions of the client are served", kind
-            )
-
-
 def _function_tool(fields: Mapping[str, Any], path: str) -> Json:
     """Return a tool in the shape of chat completions.
 
@@ -107,16 +81,23 @@ def tool_use(
 ) -> ToolUse:
     """Return the functions among a request's tools, before anything is chosen.
 
+    Tools of other types are left out, since agents send them unasked: the provider's server runs them (`web_search`),
+    or its models know them without a schema (`bash_20250124`). The log names each type once.
+
     Args:
         schema_field: Path of the schema in a tool: its last field, in the field around a function if there is one.
-        types: Types of functions in the route's API (`own_tools`).
+        types: Types of functions in the route's API; None stands for a tool without a type.
     Raises:
-        ApiError: A tool has a wrong field.
+        ApiError: A type is no string, or is missing; or a function has a wrong field.
     """
     wrapper, _, schema = schema_field.rpartition(".")
     functions: list[Json] = []
     strict: dict[str, bool] = {}
-    for path, tool in own_tools(tools, types):
+    for number, tool in enumerate(tools or ()):
+        path, kind = f"tools.{number}", tool.get("type")
+        if kind not in types:
+            _leave_out(kind, path)
+            continue
         place = f"{path}.{wrapper}" if wrapper else path
         function = tool.get(wrapper) if wrapper else tool
         if not isinstance(function, Mapping):
@@ -125,6 +106,15 @@ def tool_use(
         if function.get("strict") is not None:
             strict[function["name"]] = function["strict"]
     return ToolUse(functions, strict=strict, schema_field=schema_field)
+
+
+def _leave_out(kind: Any, path: str) -> None:
+    """Log the type of a tool that is no function, once."""
+    if not isinstance(kind, str):
+        raise ApiError(400, f"{path}: type {kind!r:.100} is not supported; give functions", param=path)
+    if kind not in _logged and len(_logged) < _MAX_LOGGED:
+        _logged.add(kind)
+        _logger.warning("tools of type %.100r are left out of prompts: only functions of the client are served", kind)
 
 
 def chosen(use: ToolUse, choice: str | Mapping[str, Any] | None, is_parallel: bool | None) -> ToolUse:

@@ -110,6 +110,7 @@ class _DeepseekV32(Encoding):
         function: Word for a function in the example of a call.
     """
 
+    ends: tuple[str, str] = (_EOS, _EOS)
     description: str = _TOOLS_V32
     function: str = "FUNCTION"
 
@@ -131,10 +132,10 @@ class _DeepseekV32(Encoding):
     def _start(self, messages: Sequence[Message], tools: Sequence[Message] | None, effort: str) -> str:
         return _BOS
 
-    def _message(self, messages: Sequence[Message], number: int, reasons: bool, goes_on: bool) -> str:
+    def _message(self, messages: Sequence[Message], number: int, reasons: bool) -> str:
         message = messages[number]
         if message["role"] == "assistant":
-            return self._answer(message, reasons, goes_on)
+            return self._answer(message, reasons)
         follows = number + 1 < len(messages) and messages[number + 1]["role"] in ("assistant", "latest_reminder")
         opens = follows and (message["role"] == "tool" or self._asks(messages, number))
         return self._text(messages, number) + (self._opening(message, reasons) if opens else "")
@@ -168,14 +169,14 @@ class _DeepseekV32(Encoding):
         section = self.calls.bare.section[0]
         return "\n\n" + self.description.format(section=section, example=example, schemas=schemas)
 
-    def _answer(self, message: Message, reasons: bool, goes_on: bool) -> str:
+    def _answer(self, message: Message, reasons: bool) -> str:
         """Return the text of an assistant's message, whose reasoning may be empty."""
-        reasoning, text, calls = reasoning_of(message), text_of(message), message.get("tool_calls")
-        is_reasoning = goes_on and reasoning and not text and not calls
-        start = reasoning + ("" if is_reasoning else self.calls.reasoning[1]) if reasons else ""
+        text, calls = text_of(message), message.get("tool_calls")
+        if reasons:
+            text = reasoning_of(message) + self.calls.reasoning[1] + text
         if calls:  # A call without arguments has an empty line.
             text += self.calls.written_calls((call["function"]["name"], arguments_of(call) or "\n") for call in calls)
-        return start + text + ("" if goes_on else _EOS)
+        return text + _EOS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,23 +195,21 @@ class _DeepseekV4(_DeepseekV32):
         """Return messages with neighbouring users' messages and results merged, results in the order of their calls."""
         merged: list[dict[str, Any]] = []
         order: dict[str, int] = {}
-        for is_merged, group in groupby(
-            super()._arranged(messages, tools), lambda each: each["role"] in ("user", "tool")
-        ):
+        arranged = groupby(super()._arranged(messages, tools), lambda each: each["role"] in ("user", "tool"))
+        for is_merged, group in arranged:
             if not is_merged:
                 for message in group:
                     merged.append(message)
                     called = enumerate(message.get("tool_calls") or ())
                     order = {call.get("id") or "": number for number, call in called} or order
                 continue
-            parts = [
-                (order.get(each.get("tool_call_id") or "", 0), f"<tool_result>{text_of(each)}</tool_result>")
-                if each["role"] == "tool"
-                else (-1, text_of(each))
-                for each in group
-            ]
-            results = iter(sorted((part for part in parts if part[0] >= 0), key=lambda part: part[0]))
-            texts = ((part if part[0] < 0 else next(results))[1] for part in parts)
+            parts = list(group)
+            found = [part for part in parts if part["role"] == "tool"]
+            results = iter(sorted(found, key=lambda part: order.get(part.get("tool_call_id") or "", 0)))
+            texts = (
+                f"<tool_result>{text_of(next(results))}</tool_result>" if part["role"] == "tool" else text_of(part)
+                for part in parts
+            )
             merged.append({"role": "user", "content": "\n\n".join(texts)})
         return merged
 

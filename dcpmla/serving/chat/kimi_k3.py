@@ -35,18 +35,19 @@ class _KimiK3(Encoding):
     def _arranged(self, messages: list[dict[str, Any]], tools: Sequence[Message] | None) -> list[dict[str, Any]]:
         """Return messages with results in the order of their calls, numbered from 1 after each answer."""
         calls: dict[str | None, tuple[int, str | None]] = {}  # order and name of each call of the last answer
-        keys: dict[int, tuple[int, int]] = {}  # the message that begins a group, and the order in the group
-        before = 0
+        keys: list[tuple[int, int, int]] = []  # the message that begins a group, the order in the group, the message
+        before = num_results = 0
         for number, message in enumerate(messages):
             if message["role"] == "tool":
                 order, message["tool"] = calls.get(message.get("tool_call_id"), (-1, None))
-                message["number"], keys[number] = number, (before, order)
-                continue
-            before, keys[number] = number, (number, -2)
+                message["number"] = number
+            else:
+                before, order = number, -2
             if message["role"] == "assistant":
                 ordered = enumerate(message.get("tool_calls") or ())
                 calls = {call.get("id") or "": (order, call["function"]["name"]) for order, call in ordered}
-        arranged, num_results = [messages[number] for number in sorted(keys, key=keys.__getitem__)], 0
+            keys.append((before, order, number))
+        arranged = [messages[number] for _, _, number in sorted(keys)]
         for message in arranged:
             num_results = 0 if message["role"] == "assistant" else num_results + (message["role"] == "tool")
             message["index"] = num_results
@@ -59,7 +60,7 @@ class _KimiK3(Encoding):
             text = self._element(_TOOLS.format(schemas), role="system", type="tool-declare")
         return text + (self._element(_EFFORT.format(effort), role="system", type="thinking-effort") if effort else "")
 
-    def _message(self, messages: Sequence[Message], number: int, reasons: bool, goes_on: bool) -> str:
+    def _message(self, messages: Sequence[Message], number: int, reasons: bool) -> str:
         message = messages[number]
         role, text = message["role"], text_of(message, "")
         if role == "tool":
@@ -70,14 +71,7 @@ class _KimiK3(Encoding):
         attributes = {"role": "system" if role == "developer" else role}
         if message.get("name"):
             attributes["name"] = message["name"]
-        if role != "assistant":
-            return self._element(text, **attributes)
-        answer = self._element(self._answer(message, reasons), **attributes)
-        if not goes_on:
-            return answer
-        if reasons and reasoning_of(message) and not text and not message.get("tool_calls"):
-            return answer[: answer.index(self.calls.reasoning[1])]
-        return answer[: answer.rindex(self.calls.ends[0] if message.get("tool_calls") else self.calls.content[1])]
+        return self._element(self._answer(message, reasons) if role == "assistant" else text, **attributes)
 
     def _opening(self, last: Message | None, thinking: bool) -> str:
         return _open(role="assistant") + (self.calls.reasoning if thinking else self.calls.content)[0]
@@ -116,4 +110,5 @@ def _open(**attributes: object) -> str:
     return f"<|open|>message{''.join(texts)}<|sep|>"
 
 
-KIMI_K3 = _KimiK3(calls=FORMATS["kimi_k3"], efforts=_EFFORTS)
+_FORMAT = FORMATS["kimi_k3"]
+KIMI_K3 = _KimiK3(calls=_FORMAT, ends=(_FORMAT.content[1], _FORMAT.ends[0]), efforts=_EFFORTS)
