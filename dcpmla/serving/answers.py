@@ -1,7 +1,7 @@
 """Answers in OpenAI's shape of completions, whole and in chunks."""
 
 from dataclasses import replace
-from typing import Any
+from functools import cached_property
 
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.serving.messages import Output, joined
@@ -23,11 +23,19 @@ class Answers(Reply):
     has_prompts_in_choices = True  # fields of prompts; otherwise the whole answer has them
     ending = "data: [DONE]\n\n"
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._options = self.body.stream_options or StreamOptions()
-        self._outputs: dict[int, list[Output]] = {}  # of each choice of a whole answer
-        self._lengths: dict[int, int] = {}  # characters of each choice so far
+    @cached_property
+    def _options(self) -> StreamOptions:
+        return self.body.stream_options or StreamOptions()
+
+    @cached_property
+    def _outputs(self) -> dict[int, list[Output]]:
+        """Return the outputs of each choice of a whole answer."""
+        return {}
+
+    @cached_property
+    def _lengths(self) -> dict[int, int]:
+        """Return the number of characters of each choice so far."""
+        return {}
 
     def drop_prompts(self) -> None:
         for number, prompt in enumerate(self.prompts):

@@ -13,7 +13,7 @@ from dcpmla.serving.chat.values import types_of
 
 EMPTY = '""'  # the expression of no text
 _ANY = "(?s:.*)"
-_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+_NO_ARGUMENTS: Mapping[str, Any] = {"properties": {}, "additionalProperties": False}
 _TYPES = ("string", "number", "boolean", "null", "array", "object")
 # Keywords of the schema of all arguments that tags cannot keep to.
 _UNWRITTEN = (
@@ -153,10 +153,7 @@ def write_call(writer: GrammarWriter, markup: AnswerFormat, function: Mapping[st
         UnwrittenSchema: No form of the family's calls can keep to the schema.
         ValueError: The schema has a keyword that cannot be enforced.
     """
-    parameters = function.get("parameters")
-    schema = (
-        {"type": "object"} if is_free else _NO_ARGUMENTS if parameters is None else {"type": "object", **parameters}
-    )
+    schema = {"type": "object"} if is_free else {"type": "object", **function.get("parameters", _NO_ARGUMENTS)}
     if schema["type"] != "object":
         raise UnwrittenSchema(["type"], f"it is {str(schema['type'])[:40]!r}; it must be 'object'")
     options, fault = list[str](), None
@@ -169,9 +166,9 @@ def write_call(writer: GrammarWriter, markup: AnswerFormat, function: Mapping[st
             options.append(sequence(start, arguments, end))
         except UnwrittenSchema as error:
             fault = error
-    if not options and fault is not None:
+    if fault is not None and not options:
         raise fault
-    return options[0] if len(options) == 1 else either(options)
+    return either(options)
 
 
 def _forms(writer: GrammarWriter, markup: AnswerFormat, name: str) -> Iterator[tuple[str, Tags | None, str]]:

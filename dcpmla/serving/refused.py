@@ -117,16 +117,12 @@ def check_fields_of_body(
     Raises:
         ApiError: A field would change the answer, or its name looks like a known one.
     """
-    fields, extra, unknown = type(body).model_fields, body.model_extra or {}, list[str]()
+    fields, extra = type(body).model_fields, body.model_extra or {}
     refused = {**_EVERYWHERE, **dict.fromkeys(elsewhere, ((), _NOT_HERE))}
     refused |= {name: (allowed, advice) for name, allowed in own.items()}
-    for name, value in extra.items():
-        if value is None:
-            continue
-        if name in refused:
-            refuse(name, value, *refused[name])
-        else:
-            unknown.append(name)
+    for name in filter(refused.__contains__, extra):
+        refuse(name, extra[name], *refused[name])
+    unknown = [name for name, value in extra.items() if name not in refused and value is not None]
     known = frozenset({*fields, *_MISPLACED, *elsewhere}) if unknown else frozenset()
     for name in unknown[:_MAX_UNKNOWN]:
         if meant := look_alike(name, known):

@@ -8,10 +8,19 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from dcpmla.serving.errors import ApiError, wrong
+from dcpmla.fields import Rule, check_fields
+from dcpmla.serving.errors import ApiError, as_api_error, wrong
 from dcpmla.serving.shown import Json
 
 _NAME = re.compile(r"[a-zA-Z0-9_.:-]{1,128}")
+_FUNCTION = {
+    "name": Rule(
+        "1 to 128 letters, digits and _ . : -", lambda name: isinstance(name, str) and bool(_NAME.fullmatch(name))
+    ),
+    "description": Rule("a JSON string", lambda value: isinstance(value, str | None)),
+    "parameters": Rule("a JSON object", lambda value: isinstance(value, dict | None)),
+    "strict": Rule("true or false", lambda value: isinstance(value, bool | None)),
+}
 _MAX_TOOLS = 1024
 _MAX_LOGGED = 64  # types of tools: clients choose their names
 
@@ -60,20 +69,10 @@ def _function_tool(fields: Mapping[str, Any], path: str) -> Json:
     Raises:
         ApiError: A field has another type, or the name has other characters.
     """
-    name = fields.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise wrong(f"{path}.name", f"is {name!r}; it must have 1 to 128 letters, digits and _ . : -")
-    function: Json = {"name": name}
-    for key, kind in (("description", str), ("parameters", dict)):
-        value = fields.get(key)
-        if value is not None:
-            if not isinstance(value, kind):
-                noun = "string" if kind is str else "object"
-                raise wrong(f"{path}.{key}", f"is {value!r:.100}; it must be a JSON {noun}")
-            function[key] = value
-    if not isinstance(fields.get("strict"), bool | None):
-        raise wrong(f"{path}.strict", "must be true or false")
-    return {"type": "function", "function": function}
+    with as_api_error():
+        check_fields(_FUNCTION, {"name": None, **fields}, lambda name: f"{path}.{name}")
+    shown = {name: fields.get(name) for name in ("name", "description", "parameters")}
+    return {"type": "function", "function": {name: value for name, value in shown.items() if value is not None}}
 
 
 def tool_use(

@@ -6,7 +6,6 @@ examples.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 from dcpmla.serving.chat.encoding import Encoding, Message, reasoning_of, text_of
@@ -120,7 +119,14 @@ class _DeepseekV32(Encoding):
             if not messages or messages[0]["role"] != "system":
                 messages.insert(0, {"role": "system", "content": ""})
             messages[0]["tools"] = tools
-        return messages
+        return super()._arranged(messages, tools)
+
+    def _merged(self, group: Sequence[tuple[int, Message]], before: Sequence[Message]) -> list[dict[str, Any]]:
+        num_calls, first = len(before[-1].get("tool_calls") or ()) if before else 0, group[0][0]
+        if len(group) != num_calls:
+            raise ValueError(f"messages: {num_calls} calls before message {first}, and another number of results")
+        results = "".join(f"\n<result>{text_of(message)}</result>" for _, message in group)
+        return [{"role": "tool", "content": f"\n\n<function_results>{results}\n</function_results>\n\n"}]
 
     def _first_kept(self, messages: Sequence[Message]) -> int:
         return max((number for number in range(len(messages)) if self._asks(messages, number)), default=0)
@@ -154,7 +160,7 @@ class _DeepseekV32(Encoding):
             case "developer":
                 return f"{_USER}{self._tools(message)}\n\n# The user's message is: {text_of(message)}"
             case "tool":
-                return _result(messages, number)
+                return text_of(message)
         return _USER + text_of(message)
 
     def _tools(self, message: Message) -> str:
@@ -188,30 +194,21 @@ class _DeepseekV4(_DeepseekV32):
     """
 
     roles: Sequence[str] = ("system", "developer", "user", "assistant", "tool", "latest_reminder")
+    together: Sequence[str] = ("user", "tool")
     description: str = _TOOLS_V4
     function: str = "TOOL"
 
-    def _arranged(self, messages: list[dict[str, Any]], tools: Sequence[Message] | None) -> list[dict[str, Any]]:
-        """Return messages with neighbouring users' messages and results merged, results in the order of their calls."""
-        merged: list[dict[str, Any]] = []
-        order: dict[str, int] = {}
-        arranged = groupby(super()._arranged(messages, tools), lambda each: each["role"] in ("user", "tool"))
-        for is_merged, group in arranged:
-            if not is_merged:
-                for message in group:
-                    merged.append(message)
-                    called = enumerate(message.get("tool_calls") or ())
-                    order = {call.get("id") or "": number for number, call in called} or order
-                continue
-            parts = list(group)
-            found = [part for part in parts if part["role"] == "tool"]
-            results = iter(sorted(found, key=lambda part: order.get(part.get("tool_call_id") or "", 0)))
-            texts = (
-                f"<tool_result>{text_of(next(results))}</tool_result>" if part["role"] == "tool" else text_of(part)
-                for part in parts
-            )
-            merged.append({"role": "user", "content": "\n\n".join(texts)})
-        return merged
+    def _merged(self, group: Sequence[tuple[int, Message]], before: Sequence[Message]) -> list[dict[str, Any]]:
+        """Return one user's message, with results in the order of their calls."""
+        calls = next((each["tool_calls"] for each in reversed(before) if each.get("tool_calls")), ())
+        order = {call.get("id") or "": number for number, call in enumerate(calls)}
+        found = [message for _, message in group if message["role"] == "tool"]
+        results = iter(sorted(found, key=lambda each: order.get(each.get("tool_call_id") or "", 0)))
+        texts = (
+            f"<tool_result>{text_of(next(results))}</tool_result>" if message["role"] == "tool" else text_of(message)
+            for _, message in group
+        )
+        return [{"role": "user", "content": "\n\n".join(texts)}]
 
     def _first_kept(self, messages: Sequence[Message]) -> int:
         return 0 if any(message.get("tools") for message in messages) else super()._first_kept(messages)
@@ -230,20 +227,6 @@ class _DeepseekV4(_DeepseekV32):
         message, later = messages[number], _SYSTEM if self.marks_systems and number else ""
         mark = {"system": later, "latest_reminder": _REMINDER}.get(message["role"], _USER)
         return mark + text_of(message) + self._tools(message)
-
-
-def _result(messages: Sequence[Message], number: int) -> str:
-    """Return the text of a result of a call, with what begins and ends the group of results."""
-    first = number
-    while first and messages[first - 1]["role"] == "tool":
-        first -= 1
-    calls = messages[first - 1].get("tool_calls") or () if first else ()
-    order, num_calls = number - first + 1, len(calls)
-    ends = number + 1 == len(messages) or messages[number + 1]["role"] != "tool"
-    if order > num_calls or (ends and order < num_calls):
-        raise ValueError(f"messages: {num_calls} calls before message {first}, and another number of results")
-    start, end = "\n\n<function_results>" if order == 1 else "", "\n</function_results>\n\n" if ends else ""
-    return f"{start}\n<result>{text_of(messages[number])}</result>{end}"
 
 
 DEEPSEEK_V32 = _DeepseekV32(calls=FORMATS["deepseek_v32"], thinks_by_default=False)

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from dcpmla.serving.chat.markup import AnswerFormat
@@ -19,6 +20,7 @@ class Encoding(ABC):
         ends: Texts after the content of an answer without calls, and after the calls of another.
         efforts: Text for each level of effort; the key None is the default. Empty if levels are ignored.
         roles: Roles that messages may have.
+        together: Roles of neighbouring messages that are written together.
         marks_systems: Whether a system's later messages are marked as such; otherwise they are a developer's.
         thinks_by_default: Whether the model reasons if a request does not say, as vLLM has it.
     """
@@ -27,6 +29,7 @@ class Encoding(ABC):
     ends: tuple[str, str]
     efforts: Mapping[str | None, str] = field(default_factory=dict, repr=False)
     roles: Sequence[str] = ("system", "developer", "user", "assistant", "tool")
+    together: Sequence[str] = ("tool",)
     marks_systems: bool = False
     thinks_by_default: bool = True
 
@@ -92,9 +95,24 @@ class Encoding(ABC):
         rest = ({**each, "role": later} if each["role"] == "system" else dict(each) for each in messages[first:])
         return [*start, *rest]
 
-    @abstractmethod
     def _arranged(self, messages: list[dict[str, Any]], tools: Sequence[Message] | None) -> list[dict[str, Any]]:
         """Return messages in the order in which they are written, with the tools if a message has them."""
+        arranged: list[dict[str, Any]] = []
+        for is_together, neighbours in groupby(enumerate(messages), lambda each: each[1]["role"] in self.together):
+            group = list(neighbours)
+            arranged += self._merged(group, arranged) if is_together else [message for _, message in group]
+        return arranged
+
+    @abstractmethod
+    def _merged(self, group: Sequence[tuple[int, Message]], before: Sequence[Message]) -> list[dict[str, Any]]:
+        """Return the messages that neighbours with roles of `together` are written as.
+
+        Args:
+            group: The neighbours, each after its number.
+            before: Messages before them, as they are written.
+        Raises:
+            ValueError: They do not fit the calls before them.
+        """
 
     def _first_kept(self, messages: Sequence[Message]) -> int:
         """Return the number of the first message whose reasoning is kept."""

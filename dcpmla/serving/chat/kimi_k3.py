@@ -5,6 +5,7 @@ Source: `encoding_k3.py` of the checkpoint.
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from dcpmla.serving.chat.encoding import Encoding, Message, reasoning_of, text_of
@@ -32,26 +33,21 @@ class _KimiK3(Encoding):
     Every answer keeps its reasoning. Results follow the order of their calls.
     """
 
-    def _arranged(self, messages: list[dict[str, Any]], tools: Sequence[Message] | None) -> list[dict[str, Any]]:
-        """Return messages with results in the order of their calls, numbered from 1 after each answer."""
-        calls: dict[str | None, tuple[int, str | None]] = {}  # order and name of each call of the last answer
-        keys: list[tuple[int, int, int]] = []  # the message that begins a group, the order in the group, the message
-        before = num_results = 0
-        for number, message in enumerate(messages):
-            if message["role"] == "tool":
-                order, message["tool"] = calls.get(message.get("tool_call_id"), (-1, None))
-                message["number"] = number
-            else:
-                before, order = number, -2
-            if message["role"] == "assistant":
-                ordered = enumerate(message.get("tool_calls") or ())
-                calls = {call.get("id") or "": (order, call["function"]["name"]) for order, call in ordered}
-            keys.append((before, order, number))
-        arranged = [messages[number] for _, _, number in sorted(keys)]
-        for message in arranged:
-            num_results = 0 if message["role"] == "assistant" else num_results + (message["role"] == "tool")
-            message["index"] = num_results
-        return arranged
+    def _merged(self, group: Sequence[tuple[int, Message]], before: Sequence[Message]) -> list[dict[str, Any]]:
+        """Return results in the order of their calls, numbered from 1 after each answer."""
+        since = [*takewhile(lambda each: each["role"] != "assistant", reversed(before))]
+        called = before[-1 - len(since)].get("tool_calls") if len(since) < len(before) else None
+        calls = {call.get("id") or "": (order, call["function"]["name"]) for order, call in enumerate(called or ())}
+        results: list[tuple[int, int, str]] = []
+        for place, (number, message) in enumerate(group):
+            if message.get("tool_call_id") not in calls:
+                words = f"result {number} has no call {message.get('tool_call_id')!r} before it"
+                raise ValueError(f"messages: {words}")
+            order, name = calls[message["tool_call_id"]]
+            results.append((order, place, name))
+        first = 1 + sum(message["role"] == "tool" for message in since)
+        numbered = enumerate(sorted(results), first)
+        return [{**group[place][1], "tool": name, "index": index} for index, (_, place, name) in numbered]
 
     def _start(self, messages: Sequence[Message], tools: Sequence[Message] | None, effort: str) -> str:
         text = ""
@@ -64,9 +60,6 @@ class _KimiK3(Encoding):
         message = messages[number]
         role, text = message["role"], text_of(message, "")
         if role == "tool":
-            if message["tool"] is None:
-                words = f"result {message['number']} has no call {message.get('tool_call_id')!r} before it"
-                raise ValueError(f"messages: {words}")
             return self._element(text, role=role, tool=message["tool"], index=message["index"])
         attributes = {"role": "system" if role == "developer" else role}
         if message.get("name"):
