@@ -12,7 +12,7 @@ from dcpmla.serving.control_tokens import CUT
 from dcpmla.serving.conversation import Conversation
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.prompts import Prompt, Texts
-from dcpmla.serving.reader import AnswerReader, ChainedParser, HiddenTokens, PlainParser
+from dcpmla.serving.reader import AnswerReader, ChainedParser, HiddenTokens
 from dcpmla.serving.structured import GrammarChecks
 from dcpmla.serving.worker import Allowance, LimitError, Worker
 
@@ -133,17 +133,14 @@ class Chats:
     def _parser(self, conversation: Conversation, prompt: Prompt) -> AnswerParser:
         """Return the parser of an answer to a prompt."""
         tools, calls, reasoning = conversation.tool_use.tools, self._call_format, self._reasoning_format
-
         first, has_calls = conversation.num_calls, bool(tools)
         parser = partial(MarkupParser, tools=tools, in_reasoning=prompt.in_reasoning, first_call=first)
-        if calls is not None and (reasoning is None or calls is reasoning):
-            return parser(calls, parses_calls=has_calls, parses_reasoning=reasoning is not None)
-        if reasoning is None:
-            return PlainParser()
-        reasons = parser(reasoning, parses_calls=False, parses_reasoning=True)
-        if calls is None:
-            return reasons
-        return ChainedParser(reasons, parser(calls, parses_calls=has_calls, parses_reasoning=False))
+        parsers: list[AnswerParser] = []
+        if reasoning is not None and reasoning is not calls:
+            parsers.append(parser(reasoning, parses_calls=False, parses_reasoning=True))
+        if calls is not None:
+            parsers.append(parser(calls, parses_calls=has_calls, parses_reasoning=calls is reasoning))
+        return ChainedParser(*parsers)
 
 
 def _render(prepared: Prepared, given: str | None, conversation: Conversation) -> tuple[str, str]:

@@ -8,25 +8,22 @@ from dcpmla.serving.chat.events import AnswerParser, Kind, Piece, PieceCollector
 from dcpmla.serving.messages import Output
 
 
-class PlainParser:
-    """A parser of answers whose format is unknown: all text is content."""
-
-    def push(self, text: str, is_over: bool = False) -> Pieces:
-        """Return the text as content."""
-        return Pieces([Piece("text", text)])
-
-
 class ChainedParser:
-    """A parser of answers whose reasoning has one format and whose calls have another."""
+    """A parser of answers by several parsers, each of which parses the texts that the ones before it leave.
 
-    def __init__(self, reasoning: AnswerParser, calls: AnswerParser) -> None:
-        self._reasoning, self._calls = reasoning, calls
+    Without parsers all text is content.
+    """
+
+    def __init__(self, *parsers: AnswerParser) -> None:
+        self._parsers = parsers
 
     def push(self, text: str, is_over: bool = False) -> Pieces:
-        """Return the pieces that are certain now, their texts parsed for calls."""
-        pieces = self._reasoning.push(text, is_over)
-        parts = [self._calls.push(piece.text) if piece.kind == "text" else (piece,) for piece in pieces]
-        return Pieces(itertools.chain(*parts, self._calls.push("", is_over)))
+        """Return the pieces that are certain now."""
+        pieces = Pieces([Piece("text", text)])
+        for parser in self._parsers:
+            parts = [parser.push(piece.text) if piece.kind == "text" else (piece,) for piece in pieces]
+            pieces = Pieces(itertools.chain(*parts, parser.push("", is_over)))
+        return pieces
 
 
 class HiddenTokens:

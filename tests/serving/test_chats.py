@@ -21,7 +21,7 @@ from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Output, Started
 from dcpmla.serving.prompts import Prompt
 from dcpmla.serving.protocol import parse
-from dcpmla.serving.reader import AnswerReader, HiddenTokens, PlainParser
+from dcpmla.serving.reader import AnswerReader, ChainedParser, HiddenTokens
 from dcpmla.serving.responses_body import ResponsesBody
 from dcpmla.serving.tools import ToolUse
 from tests.support.agent import TEMPLATE, WEATHER
@@ -160,7 +160,7 @@ def test_two_formats_in_one_answer() -> None:
 def test_hidden_tokens_in_pieces() -> None:
     text = "a<|end|>b<|e<|end|>c<|e"
     for size in range(1, len(text) + 1):
-        reader = AnswerReader(PlainParser(), HiddenTokens(["<|end|>", "<|e2|>"]))
+        reader = AnswerReader(ChainedParser(), HiddenTokens(["<|end|>", "<|e2|>"]))
         parts = [reader.push(Output(0, text[start : start + size])) for start in range(0, len(text), size)]
         parts.append(reader.push(Output(0, finish_reason="stop")))
         assert "".join(part.content for part in parts) == "ab<|ec<|e"
