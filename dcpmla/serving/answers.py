@@ -87,7 +87,7 @@ class Answers(Reply):
             "index": index,
             **self._said(index, output, is_chunk),
             "logprobs": self._logprobs(index, output),
-            "finish_reason": self._finish_reason(index, output),
+            "finish_reason": self.reason(index, output),
         }
         if self.body.return_token_ids:
             choice["token_ids"] = list(output.token_ids)
@@ -96,9 +96,6 @@ class Answers(Reply):
     def _said(self, index: int, output: Output, is_chunk: bool) -> Json:
         """Return the field of a choice that has an output's text."""
         return {"text": output.text}
-
-    def _finish_reason(self, index: int, output: Output) -> str | None:
-        return output.finish_reason
 
     def _prompt_extras(self, index: int, output: Output) -> Json:
         """Return fields of a choice's prompt."""
@@ -113,7 +110,7 @@ class Answers(Reply):
         """Count an output; return whether it is its choice's first, and the part of it that is shown."""
         if self.body.token_limit == 0:  # The answer is the prompt alone.
             output = output._replace(text="", token_ids=(), logprobs=(), offsets=())
-        is_first = self.usages[index].count(output)
+        is_first = self.read(index, output)
         if self.body.echoes and is_first:
             output = output._replace(text=self.prompts[index // self.num_choices].text + output.text)
         return is_first, output

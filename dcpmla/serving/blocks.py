@@ -64,8 +64,8 @@ class BlockReply(Reply):
 
     def _changes(self, output: Output) -> Iterator[tuple[Change, Block, str]]:
         """Yield the changes of blocks that an output makes."""
-        self.usages[0].count(output)
-        for piece in self.read(0, output):
+        self.read(0, output)
+        for piece in self.readers[0].take():
             block = self.blocks[-1] if self.blocks else None
             if block is None or (block.kind, block.number) != (piece.kind, piece.number):
                 if block is not None:
@@ -77,7 +77,7 @@ class BlockReply(Reply):
                 block.texts.append(piece.text)
                 yield "add", block, piece.text
         if output.finish_reason:
-            self.finish_reason = self.readers[0].finish_reason(output.finish_reason)
+            self.finish_reason = self.reason(0, output)
             self.stop_string = output.stop_string
             if self.blocks:
                 yield "close", self.blocks[-1], ""

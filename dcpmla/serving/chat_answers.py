@@ -1,10 +1,8 @@
 """Answers in OpenAI's shape of chat completions, whole and in chunks."""
 
-from functools import cached_property
-
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.serving.answers import Answers, in_json
-from dcpmla.serving.chat.events import Piece, PieceCollector, Pieces
+from dcpmla.serving.chat.events import Piece, Pieces
 from dcpmla.serving.chat_body import ChatBody
 from dcpmla.serving.conversation import reasoning_part
 from dcpmla.serving.messages import Output
@@ -22,11 +20,6 @@ class ChatAnswers(Answers):
     part = "delta"
     has_prompts_in_choices = False
 
-    @cached_property
-    def _collectors(self) -> list[PieceCollector]:
-        """Return the pieces of each choice of a whole answer."""
-        return [PieceCollector() for _ in self.readers]
-
     def first_chunks(self) -> list[Json]:
         begun = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         chunks = [self._chunk_of({"index": index, **begun}) for index in range(self.num_choices)]
@@ -34,24 +27,11 @@ class ChatAnswers(Answers):
             chunks[0]["prompt_token_ids"] = self.prompts[0].token_ids
         return chunks
 
-    def add(self, index: int, output: Output) -> None:
-        super().add(index, output)
-        for piece in self.read(index, output):
-            self._collectors[index].add(piece)
-
     def _said(self, index: int, output: Output, is_chunk: bool) -> Json:
-        if is_chunk:
-            return {"delta": _delta(self.read(index, output))}
-        return {"message": _message(self._collectors[index].take())}
-
-    def _finish_reason(self, index: int, output: Output) -> str | None:
-        return self.readers[index].finish_reason(output.finish_reason)
-
-    def read(self, index: int, output: Output) -> Pieces:
-        pieces = super().read(index, output)
+        pieces = self.readers[index].take()
         if self.body.include_reasoning is False:
-            return Pieces(piece for piece in pieces if piece.kind != "reasoning")
-        return pieces
+            pieces = Pieces(piece for piece in pieces if piece.kind != "reasoning")
+        return {"delta": _delta(pieces)} if is_chunk else {"message": _message(pieces)}
 
     def _logprobs(self, index: int, output: Output) -> Json | None:
         if self.body.num_logprobs is None:

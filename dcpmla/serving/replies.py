@@ -13,7 +13,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from dcpmla.serving.chat.events import Pieces
 from dcpmla.serving.client import Generation
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Output, joined
@@ -65,11 +64,17 @@ class Reply(ABC):
             sum(reasoning) if reasoning else None,
         )
 
-    def read(self, index: int, output: Output) -> Pieces:
-        """Return what an output adds to a choice that has a reader."""
-        pieces = self.readers[index].push(output)
-        self.usages[index].reasoning_tokens = self.readers[index].num_reasoning_tokens
-        return pieces
+    def read(self, index: int, output: Output) -> bool:
+        """Count an output of a choice, read it if there are readers, and return whether it is the choice's first."""
+        is_first = self.usages[index].count(output)
+        if self.readers:
+            self.readers[index].push(output)
+            self.usages[index].reasoning_tokens = self.readers[index].num_reasoning_tokens
+        return is_first
+
+    def reason(self, index: int, output: Output) -> str | None:
+        """Return the reason of a choice's end, None before; calls are one."""
+        return self.readers[index].finish_reason(output.finish_reason) if self.readers else output.finish_reason
 
     def drop_prompts(self) -> None:
         """Keep only the parts of prompts that the answer needs: it may take minutes."""
