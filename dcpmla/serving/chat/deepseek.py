@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dcpmla.serving.chat.encoding import Encoding, Message, reasoning_of, text_of
+from dcpmla.serving.chat.encoding import Calls, Encoding, Message, reasoning_of, text_of
 from dcpmla.serving.chat.formats import FORMATS
 from dcpmla.serving.chat.values import arguments_of, dumps
 
@@ -121,7 +121,9 @@ class _DeepseekV32(Encoding):
             messages[0]["tools"] = tools
         return super()._arranged(messages, tools)
 
-    def _merged(self, group: Sequence[tuple[int, Message]], before: Sequence[Message]) -> list[dict[str, Any]]:
+    def _merged(
+        self, group: Sequence[tuple[int, Message]], before: Sequence[Message], calls: Calls
+    ) -> list[dict[str, Any]]:
         num_calls, first = len(before[-1].get("tool_calls") or ()) if before else 0, group[0][0]
         if len(group) != num_calls:
             raise ValueError(f"messages: {num_calls} calls before message {first}, and another number of results")
@@ -198,12 +200,12 @@ class _DeepseekV4(_DeepseekV32):
     description: str = _TOOLS_V4
     function: str = "TOOL"
 
-    def _merged(self, group: Sequence[tuple[int, Message]], before: Sequence[Message]) -> list[dict[str, Any]]:
+    def _merged(
+        self, group: Sequence[tuple[int, Message]], before: Sequence[Message], calls: Calls
+    ) -> list[dict[str, Any]]:
         """Return one user's message, with results in the order of their calls."""
-        calls = next((each["tool_calls"] for each in reversed(before) if each.get("tool_calls")), ())
-        order = {call.get("id") or "": number for number, call in enumerate(calls)}
         found = [message for _, message in group if message["role"] == "tool"]
-        results = iter(sorted(found, key=lambda each: order.get(each.get("tool_call_id") or "", 0)))
+        results = iter(sorted(found, key=lambda each: calls.get(each.get("tool_call_id") or "", (0, ""))[0]))
         texts = (
             f"<tool_result>{text_of(next(results))}</tool_result>" if message["role"] == "tool" else text_of(message)
             for _, message in group

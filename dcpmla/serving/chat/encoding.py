@@ -9,6 +9,7 @@ from typing import Any
 from dcpmla.serving.chat.markup import AnswerFormat
 
 Message = Mapping[str, Any]
+Calls = Mapping[str, tuple[int, str]]  # order and name of a message's calls, by id
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,19 +98,28 @@ class Encoding(ABC):
 
     def _arranged(self, messages: list[dict[str, Any]], tools: Sequence[Message] | None) -> list[dict[str, Any]]:
         """Return messages in the order in which they are written, with the tools if a message has them."""
-        arranged: list[dict[str, Any]] = []
+        arranged, calls = list[dict[str, Any]](), dict[str, tuple[int, str]]()
         for is_together, neighbours in groupby(enumerate(messages), lambda each: each[1]["role"] in self.together):
             group = list(neighbours)
-            arranged += self._merged(group, arranged) if is_together else [message for _, message in group]
+            if is_together:
+                arranged += self._merged(group, arranged, calls)
+                continue
+            for _, message in group:
+                arranged.append(message)
+                called = enumerate(message.get("tool_calls") or ())
+                calls = {call.get("id") or "": (order, call["function"]["name"]) for order, call in called} or calls
         return arranged
 
     @abstractmethod
-    def _merged(self, group: Sequence[tuple[int, Message]], before: Sequence[Message]) -> list[dict[str, Any]]:
+    def _merged(
+        self, group: Sequence[tuple[int, Message]], before: Sequence[Message], calls: Calls
+    ) -> list[dict[str, Any]]:
         """Return the messages that neighbours with roles of `together` are written as.
 
         Args:
             group: The neighbours, each after its number.
             before: Messages before them, as they are written.
+            calls: Calls of the last message that has some.
         Raises:
             ValueError: They do not fit the calls before them.
         """

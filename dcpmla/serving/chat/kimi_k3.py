@@ -5,10 +5,9 @@ Source: `encoding_k3.py` of the checkpoint.
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 from typing import Any
 
-from dcpmla.serving.chat.encoding import Encoding, Message, reasoning_of, text_of
+from dcpmla.serving.chat.encoding import Calls, Encoding, Message, reasoning_of, text_of
 from dcpmla.serving.chat.formats import FORMATS
 from dcpmla.serving.chat.markup import escaped
 
@@ -33,11 +32,13 @@ class _KimiK3(Encoding):
     Every answer keeps its reasoning. Results follow the order of their calls.
     """
 
-    def _merged(self, group: Sequence[tuple[int, Message]], before: Sequence[Message]) -> list[dict[str, Any]]:
+    def _merged(
+        self, group: Sequence[tuple[int, Message]], before: Sequence[Message], calls: Calls
+    ) -> list[dict[str, Any]]:
         """Return results in the order of their calls, numbered from 1 after each answer."""
-        since = [*takewhile(lambda each: each["role"] != "assistant", reversed(before))]
-        called = before[-1 - len(since)].get("tool_calls") if len(since) < len(before) else None
-        calls = {call.get("id") or "": (order, call["function"]["name"]) for order, call in enumerate(called or ())}
+        last: Message = next((each for each in reversed(before) if each["role"] in ("assistant", "tool")), {})
+        if last.get("role") == "assistant" and not last.get("tool_calls"):
+            calls = {}
         results: list[tuple[int, int, str]] = []
         for place, (number, message) in enumerate(group):
             if message.get("tool_call_id") not in calls:
@@ -45,8 +46,7 @@ class _KimiK3(Encoding):
                 raise ValueError(f"messages: {words}")
             order, name = calls[message["tool_call_id"]]
             results.append((order, place, name))
-        first = 1 + sum(message["role"] == "tool" for message in since)
-        numbered = enumerate(sorted(results), first)
+        numbered = enumerate(sorted(results), last.get("index", 0) + 1)
         return [{**group[place][1], "tool": name, "index": index} for index, (_, place, name) in numbered]
 
     def _start(self, messages: Sequence[Message], tools: Sequence[Message] | None, effort: str) -> str:
