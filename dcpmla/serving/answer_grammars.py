@@ -52,13 +52,12 @@ class AnswerGrammars:
         Raises:
             ApiError: It cannot be served; the message has the path of the part of a schema that is at fault.
         """
-        if asked is not None and not use.required:
-            await self._checks.check(asked, source, self._model)
         grammar = None if use.required else asked
-        content = asked if asked is not None and asked.kind in _CONTENTS else None
-        is_own = asked is not None and content is None and not use.required
-        if not is_own and (use.needs_grammar or (asked is not None and (use.tools or self._may_reason(prompt)))):
-            grammar = await self._composed(use, prompt, content)
+        await self._checks.check(grammar, source, self._model)
+        if grammar is None:
+            grammar = await self._composed(use, prompt, None) if use.needs_grammar else None
+        elif grammar.kind in _CONTENTS and (use.needs_grammar or use.tools or self._may_reason(prompt)):
+            grammar = await self._composed(use, prompt, grammar)
         if grammar is None or not prompt.in_reasoning or self._reasoning is None:
             return grammar
         end = self._reasoning.reasoning[1] + self._reasoning.content[0]
@@ -101,7 +100,7 @@ class AnswerGrammars:
         options = [sequence(first, repeated, writer.literal(markup.section[1] + markup.ends[0]))]
         if is_free:
             options.append(sequence(writer.text(excludes=[f"(?s:.*){as_regex(begun)}(?s:.*)"]), end))
-        elif content is not None and not use.required:
+        elif content is not None:
             options.append(sequence(_content(writer, content), end))
         return writer.grammar(sequence(reasoning, either(options)))
 

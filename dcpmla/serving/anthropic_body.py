@@ -14,7 +14,7 @@ from dcpmla.serving.chat_body import ChatRequest, Effort
 from dcpmla.serving.conversation import MAX_MESSAGES, Conversation, History, reasoning_part, text_in, tool_call
 from dcpmla.serving.engine_limits import LIMITS, MAX_TOKENS
 from dcpmla.serving.errors import ApiError, wrong
-from dcpmla.serving.refused import Fields, OpenFields, check_fields_of_body, check_nested
+from dcpmla.serving.refused import Fields, OpenFields, check_fields_of_body
 from dcpmla.serving.sampling_fields import Ruled, SamplingFields, takes
 from dcpmla.serving.shown import Json
 from dcpmla.serving.structured import grammar_of_format
@@ -70,7 +70,6 @@ class CountBody(ChatRequest):
             ApiError: A field would change the answer and is not served, or is misspelt.
         """
         check_fields_of_body(self, _REFUSED, elsewhere=SamplingFields.model_fields)
-        check_nested("output_config", self.output_config)
         if not all(map(_keeps_thinking, (self.context_management or {}).values())):
             raise wrong("context_management", "is not supported; leave it out")
 

@@ -17,8 +17,10 @@ _DELTAS = {
 }
 
 
-class MessagesReply(BlockReply[MessagesBody]):
+class MessagesReply(BlockReply):
     """A message: a content block for each block of the answer."""
+
+    body: MessagesBody
 
     @property
     def _omits_thinking(self) -> bool:

@@ -119,7 +119,7 @@ class Api:
         num_kept_characters = sum(len(prompt.text) for prompt in answers.prompts) if body.echo else 0
         return await self._answer(request, body, answers, params, num_kept_characters)
 
-    async def _completion(self, body: CompletionBody) -> tuple[Answers[CompletionBody], SamplingParams]:
+    async def _completion(self, body: CompletionBody) -> tuple[Answers, SamplingParams]:
         """Return the form of the answers to a body, and the parameters of its requests."""
         texts = self._texts(body.model)
         max_tokens = _NUM_NEW if body.token_limit is None else body.token_limit

@@ -13,7 +13,7 @@ from dcpmla.serving.chat.values import types_of
 
 EMPTY = '""'  # the expression of no text
 _ANY = "(?s:.*)"
-_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+_NO_ARGUMENTS: Mapping[str, Any] = {"properties": {}, "additionalProperties": False}
 _TYPES = ("string", "number", "boolean", "null", "array", "object")
 # Keywords of the schema of all arguments that tags cannot keep to.
 _UNWRITTEN = (
@@ -31,6 +31,7 @@ _READ_AS = {
     "array": r"\s*\[(?s:.*)",
     "object": r"\s*\{(?s:.*)",
 }
+_BRANCHED = ("$ref", "anyOf", "oneOf", "allOf")  # keywords of schemas that lead to others
 _MAX_DEPTH = 64  # references and unions: they may form a circle
 _Value = str | tuple[str, ...] | Mapping[str, Any]  # one text, texts that expressions match, or JSON of a schema
 
@@ -152,10 +153,7 @@ def write_call(writer: GrammarWriter, markup: AnswerFormat, function: Mapping[st
         UnwrittenSchema: No form of the family's calls can keep to the schema.
         ValueError: The schema has a keyword that cannot be enforced.
     """
-    parameters = function.get("parameters")
-    schema = (
-        {"type": "object"} if is_free else _NO_ARGUMENTS if parameters is None else {"type": "object", **parameters}
-    )
+    schema = {"type": "object"} if is_free else {"type": "object", **function.get("parameters", _NO_ARGUMENTS)}
     if schema["type"] != "object":
         raise UnwrittenSchema(["type"], f"it is {str(schema['type'])[:40]!r}; it must be 'object'")
     options, fault = list[str](), None
@@ -168,9 +166,9 @@ def write_call(writer: GrammarWriter, markup: AnswerFormat, function: Mapping[st
             options.append(sequence(start, arguments, end))
         except UnwrittenSchema as error:
             fault = error
-    if not options and fault is not None:
+    if fault is not None and not options:
         raise fault
-    return options[0] if len(options) == 1 else either(options)
+    return either(options)
 
 
 def _forms(writer: GrammarWriter, markup: AnswerFormat, name: str) -> Iterator[tuple[str, Tags | None, str]]:
@@ -247,17 +245,8 @@ def _values(root: Mapping[str, Any], schema: Any, path: list[str], depth: int = 
     schema = {} if schema is True else schema
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         raise UnwrittenSchema(path, "it is no JSON schema, or nested too deep")
-    if "$ref" in schema:
-        around = {key: value for key, value in schema.items() if key != "$ref"}
-        try:
-            target = refer(root, schema["$ref"])
-        except LookupError:
-            words = f"$ref is {str(schema['$ref'])[:100]!r}; it must lead to a part of the function's schema"
-            raise UnwrittenSchema(path, words) from None
-        return _values(root, _joined(around, target, path), path, depth + 1)
-    for union in ("anyOf", "oneOf", "allOf"):
-        if union in schema:
-            return _union(root, schema, union, path, depth)
+    if keyword := next((word for word in _BRANCHED if word in schema), None):
+        return _branches(root, schema, keyword, path, depth)
     types = schema.get("type", _TYPES)
     types = [types] if isinstance(types, str) else list(types)
     if "enum" in schema or "const" in schema:
@@ -270,31 +259,35 @@ def _values(root: Mapping[str, Any], schema: Any, path: list[str], depth: int = 
     ]
 
 
-def _union(
-    root: Mapping[str, Any], schema: Mapping[str, Any], union: str, path: list[str], depth: int
+def _branches(
+    root: Mapping[str, Any], schema: Mapping[str, Any], keyword: str, path: list[str], depth: int
 ) -> list[tuple[str, _Value]]:
-    """Return what `_values` does of a value that is one of several."""
-    around, branches = {key: value for key, value in schema.items() if key != union}, schema[union]
-    if not isinstance(branches, list) or (union == "allOf" and len(branches) != 1):
-        raise UnwrittenSchema([*path, union], "the arguments of this model's calls cannot keep to it")
+    """Return what `_values` does of a value whose schema is elsewhere, or one of several.
+
+    The keywords around it must be others than its own.
+    """
+    around = {key: value for key, value in schema.items() if key != keyword and key not in ANNOTATIONS}
+    if keyword == "$ref":
+        try:
+            branches = [(path, refer(root, schema["$ref"]))]
+        except LookupError:
+            words = f"$ref is {str(schema['$ref'])[:100]!r}; it must lead to a part of the function's schema"
+            raise UnwrittenSchema(path, words) from None
+    elif not isinstance(schema[keyword], list) or (keyword == "allOf" and len(schema[keyword]) != 1):
+        raise UnwrittenSchema([*path, keyword], "the arguments of this model's calls cannot keep to it")
+    else:
+        branches = [([*path, keyword, str(number)], branch) for number, branch in enumerate(schema[keyword])]
     values: list[tuple[str, _Value]] = []
-    for number, branch in enumerate(branches):
-        place = [*path, union, str(number)]
-        values += _values(root, _joined(around, branch, place), place, depth + 1)
+    for place, branch in branches:
+        if isinstance(branch, Mapping):
+            if twice := around.keys() & branch.keys():
+                raise UnwrittenSchema(place, f"{min(twice)} is there twice")
+            branch = {**around, **branch}
+        values += _values(root, branch, place, depth + 1)
     kinds = ["number" if kind == "integer" else kind for kind, value in values if not isinstance(value, str)]
-    if union == "oneOf" and len(set(kinds)) < len(kinds):
-        raise UnwrittenSchema([*path, union], "its parts may overlap")
+    if keyword == "oneOf" and len(set(kinds)) < len(kinds):
+        raise UnwrittenSchema([*path, keyword], "its parts may overlap")
     return values
-
-
-def _joined(around: Mapping[str, Any], branch: Any, path: list[str]) -> Any:
-    """Return a schema with the keywords around it, which must be others."""
-    if not isinstance(branch, Mapping):
-        return branch
-    kept = {key: value for key, value in around.items() if key not in ANNOTATIONS}
-    if twice := kept.keys() & branch.keys():
-        raise UnwrittenSchema(path, f"{min(twice)} is there twice")
-    return {**kept, **branch}
 
 
 def _expressions(schema: Mapping[str, Any], path: list[str]) -> tuple[str, ...]:

@@ -1,10 +1,8 @@
 """Answers in OpenAI's shape of chat completions, whole and in chunks."""
 
-from functools import cached_property
-
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.serving.answers import Answers, in_json
-from dcpmla.serving.chat.events import Piece, PieceCollector, Pieces
+from dcpmla.serving.chat.events import Piece, Pieces
 from dcpmla.serving.chat_body import ChatBody
 from dcpmla.serving.conversation import reasoning_part
 from dcpmla.serving.messages import Output
@@ -12,50 +10,31 @@ from dcpmla.serving.shown import Json
 from dcpmla.serving.slices import Each
 
 
-class ChatAnswers(Answers[ChatBody]):
+class ChatAnswers(Answers):
     """The choices of a chat completion as they grow."""
 
+    body: ChatBody
     prefix = "chatcmpl-"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
     part = "delta"
     has_prompts_in_choices = False
 
-    @cached_property
-    def _collectors(self) -> list[PieceCollector]:
-        """Return the pieces of each choice of a whole answer."""
-        return [PieceCollector() for _ in self._readers]
-
     def first_chunks(self) -> list[Json]:
         begun = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         chunks = [self._chunk_of({"index": index, **begun}) for index in range(self.num_choices)]
-        if self._body.return_token_ids:
+        if self.body.return_token_ids:
             chunks[0]["prompt_token_ids"] = self.prompts[0].token_ids
         return chunks
 
-    def add(self, index: int, output: Output) -> None:
-        super().add(index, output)
-        for piece in self._read(index, output):
-            self._collectors[index].add(piece)
-
     def _said(self, index: int, output: Output, is_chunk: bool) -> Json:
-        if is_chunk:
-            return {"delta": _delta(self._read(index, output))}
-        return {"message": _message(self._collectors[index].take())}
-
-    def _finish_reason(self, index: int, output: Output) -> str | None:
-        return self._readers[index].finish_reason(output.finish_reason)
-
-    def _read(self, index: int, output: Output) -> Pieces:
-        """Return what an output adds to a choice."""
-        pieces = self._readers[index].push(output)
-        self._usages[index].reasoning_tokens = self._readers[index].num_reasoning_tokens
-        if self._body.include_reasoning is False:
-            return Pieces(piece for piece in pieces if piece.kind != "reasoning")
-        return pieces
+        pieces = self.readers[index].take()
+        if self.body.include_reasoning is False:
+            pieces = Pieces(piece for piece in pieces if piece.kind != "reasoning")
+        return {"delta": _delta(pieces)} if is_chunk else {"message": _message(pieces)}
 
     def _logprobs(self, index: int, output: Output) -> Json | None:
-        if self._body.num_logprobs is None:
+        if self.body.num_logprobs is None:
             return None
         return {"content": Each(self._entry, output.logprobs)}
 
@@ -64,7 +43,7 @@ class ChatAnswers(Answers[ChatBody]):
         return {**self._token(entry.token_id, entry.logprob or 0.0), "top_logprobs": top}
 
     def _token(self, token_id: int, logprob: float) -> Json:
-        text = self._texts.token(token_id)
+        text = self.texts.token(token_id)
         # A token that is a part of a character has no text; which bytes it is, the tokenizer does not say.
         return {"token": text, "logprob": in_json(logprob), "bytes": None if "\ufffd" in text else list(text.encode())}
 

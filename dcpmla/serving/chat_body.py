@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import StringConstraints
 
 from dcpmla.runtime.grammar import Grammar
-from dcpmla.serving.conversation import ChatMessage, Conversation, Messages, check_messages, thinking_of
+from dcpmla.serving.conversation import ChatMessage, Conversation, Messages, thinking_of
 from dcpmla.serving.errors import ApiError, wrong
 from dcpmla.serving.protocol import GenerationFields, RequestFields
 from dcpmla.serving.refused import OpenFields, check_fields_of_body
@@ -93,7 +93,6 @@ class ChatBody(GenerationFields, ChatFields, ChatRequest):
     def model_post_init(self, context: Any, /) -> None:
         """Raise ApiError as well for alternatives without log probabilities, and if no token is wanted."""
         super().model_post_init(context)
-        check_messages(self.messages)
         if self.top_logprobs and not self.logprobs:
             raise wrong("top_logprobs", "needs logprobs: true")
         if self.token_limit == 0:
@@ -124,4 +123,3 @@ class TokenizeBody(ChatFields):
         check_fields_of_body(self)
         if (self.prompt is None) == (self.messages is None):
             raise ApiError(400, "give either prompt or messages", param="prompt")
-        check_messages(self.messages or [])

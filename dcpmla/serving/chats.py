@@ -1,18 +1,17 @@
 """Chats of one model: conversations -> prompts, and readers of its answers."""
 
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from dcpmla.serving.answer_grammars import AnswerGrammars
 from dcpmla.serving.background import Background, Prepared, prepare
-from dcpmla.serving.chat.events import AnswerParser
 from dcpmla.serving.chat.formats import FORMATS, find_format
 from dcpmla.serving.chat.parser import MarkupParser
 from dcpmla.serving.control_tokens import CUT
 from dcpmla.serving.conversation import Conversation
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.prompts import Prompt, Texts
-from dcpmla.serving.reader import AnswerReader, ChainedParser, HiddenTokens, PlainParser
+from dcpmla.serving.reader import AnswerReader, HiddenTokens
 from dcpmla.serving.structured import GrammarChecks
 from dcpmla.serving.worker import Allowance, LimitError, Worker
 
@@ -104,7 +103,7 @@ class Chats:
         """
         hidden = self._hidden if skip_special_tokens and self.has_format else HiddenTokens([])
         return AnswerReader(
-            self._parser(conversation, prompt),
+            self._parsers(conversation, prompt),
             hidden,
             counts_reasoning=self._reasoning_format is not None,
             in_reasoning=prompt.in_reasoning,
@@ -130,20 +129,21 @@ class Chats:
         closed = self._reasoning_format.reasoning[1], self._reasoning_format.content[0]
         return not text.rstrip().endswith(tuple(filter(None, closed)))
 
-    def _parser(self, conversation: Conversation, prompt: Prompt) -> AnswerParser:
-        """Return the parser of an answer to a prompt."""
-        tools, calls, reasoning = conversation.tool_use.tools, self._call_format, self._reasoning_format
-
-        first, has_calls = conversation.num_calls, bool(tools)
-        parser = partial(MarkupParser, tools=tools, in_reasoning=prompt.in_reasoning, first_call=first)
-        if calls is not None and (reasoning is None or calls is reasoning):
-            return parser(calls, parses_calls=has_calls, parses_reasoning=reasoning is not None)
-        if reasoning is None:
-            return PlainParser()
-        reasons = parser(reasoning, parses_calls=False, parses_reasoning=True)
-        if calls is None:
-            return reasons
-        return ChainedParser(reasons, parser(calls, parses_calls=has_calls, parses_reasoning=False))
+    def _parsers(self, conversation: Conversation, prompt: Prompt) -> list[MarkupParser]:
+        """Return the parsers of an answer to a prompt: of its reasoning, then of its calls, or one of both."""
+        calls, reasoning, tools = self._call_format, self._reasoning_format, conversation.tool_use.tools
+        return [
+            MarkupParser(
+                each,
+                tools,
+                in_reasoning=prompt.in_reasoning,
+                parses_calls=bool(tools) and each is calls,
+                parses_reasoning=each is reasoning,
+                first_call=conversation.num_calls,
+            )
+            for each in ((calls,) if calls is reasoning else (reasoning, calls))
+            if each is not None
+        ]
 
 
 def _render(prepared: Prepared, given: str | None, conversation: Conversation) -> tuple[str, str]:

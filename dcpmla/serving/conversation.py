@@ -1,14 +1,14 @@
 """Conversations, the common form of all routes of chats, and the messages of chat completions."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from dcpmla.serving.errors import ApiError, wrong
-from dcpmla.serving.refused import Fields, OpenFields, check_nested
+from dcpmla.serving.refused import Fields, OpenFields
 from dcpmla.serving.shown import Json
 from dcpmla.serving.tools import ToolUse
 
@@ -149,18 +149,6 @@ class ChatMessage(OpenFields):
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-
-
-def check_messages(messages: Sequence[ChatMessage]) -> None:
-    """Forget unknown fields of messages.
-
-    Raises:
-        ApiError: A field would change the prompt and is not served.
-    """
-    for number, message in enumerate(messages):
-        if message.model_extra:
-            check_nested(f"messages.{number}", message)
-            message.model_extra.clear()
 
 
 def text_in(fields: Mapping[str, Any], name: str, path: str) -> str:

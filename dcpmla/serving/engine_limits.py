@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dcpmla.fields import Rule, check_fields, number, optional, tuple_of, whole
 from dcpmla.runtime.grammar import Grammar
 from dcpmla.runtime.sampling import SamplingParams
-from dcpmla.serving.errors import ApiError
+from dcpmla.serving.errors import as_api_error
 from dcpmla.serving.messages import Started
 from dcpmla.serving.structured import MAX_CHARACTERS, GrammarChecks
 
@@ -67,9 +67,7 @@ async def check_params(params: SamplingParams, grammar_source: str, model: Start
         ApiError: A parameter is beyond its limit, has a token that the model does not have, or is a grammar that
             cannot be served.
     """
-    try:
+    with as_api_error():
         check_fields(LIMITS, vars(params))
         params.check_vocabulary(model.vocab_size)
-    except ValueError as error:
-        raise ApiError(400, str(error), param=str(error).partition(" ")[0]) from error
     await checks.check(params.grammar, grammar_source, model)

@@ -1,6 +1,7 @@
 """Errors in OpenAI's and Anthropic's shapes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from starlette.responses import JSONResponse
 
@@ -46,6 +47,15 @@ class ApiError(Exception):
         """Return the answer in the shape of a path's API."""
         body = self.anthropic_body() if path.startswith(_ANTHROPIC_ROUTES) else self.body()
         return JSONResponse(body, self.status, dict(self.headers or {}))
+
+
+@contextmanager
+def as_api_error() -> Iterator[None]:
+    """Raise ApiError in place of a ValueError whose message begins with the path of a field."""
+    try:
+        yield
+    except ValueError as error:
+        raise ApiError(400, str(error), param=str(error).partition(" ")[0]) from error
 
 
 def wrong(path: str, words: str) -> ApiError:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
 from dcpmla.serving.errors import ApiError, wrong
-from dcpmla.serving.refused import Fields, OpenFields, check_fields_of_body, check_nested
+from dcpmla.serving.refused import Fields, OpenFields, check_fields_of_body
 from dcpmla.serving.sampling_fields import SamplingFields, ruled
 
 # pydantic parses 10 million numbers a second, but only 300,000 messages, and holds Python's lock meanwhile. A thread
@@ -64,10 +64,9 @@ class GenerationFields(SamplingFields, RequestFields):
         """
         if self.best_of not in (None, self.num_choices):
             raise wrong("best_of", f"is {self.best_of}; it must be n, {self.num_choices}")
-        if self.stream_options is not None:
-            check_nested("stream_options", self.stream_options)
-            if not self.stream and (self.stream_options.include_usage or self.stream_options.continuous_usage_stats):
-                raise wrong("stream_options", "needs stream: true")
+        options = self.stream_options
+        if options is not None and not self.stream and (options.include_usage or options.continuous_usage_stats):
+            raise wrong("stream_options", "needs stream: true")
         if self.stream and self.prompt_logprobs is not None:
             raise wrong("prompt_logprobs", "is not supported with stream: true")
         check_fields_of_body(self)

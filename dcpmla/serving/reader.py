@@ -4,40 +4,9 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from dcpmla.serving.chat.events import AnswerParser, Kind, Piece, PieceCollector, Pieces
+from dcpmla.serving.chat.events import Kind, Piece, PieceCollector, Pieces
+from dcpmla.serving.chat.parser import MarkupParser
 from dcpmla.serving.messages import Output
-
-
-class PlainParser:
-    """A parser of answers whose format is unknown: all text is content."""
-
-    def push(self, text: str) -> Pieces:
-        """Return the text as content."""
-        return Pieces([Piece("text", text)])
-
-    def finish(self) -> Pieces:
-        """Return nothing: no text was held back."""
-        return Pieces()
-
-
-class ChainedParser:
-    """A parser of answers whose reasoning has one format and whose calls have another."""
-
-    def __init__(self, reasoning: AnswerParser, calls: AnswerParser) -> None:
-        self._reasoning, self._calls = reasoning, calls
-
-    def push(self, text: str) -> Pieces:
-        """Return the pieces that are certain now."""
-        return self._read(self._reasoning.push(text))
-
-    def finish(self) -> Pieces:
-        """Return the pieces that were held back."""
-        return Pieces((*self._read(self._reasoning.finish()), *self._calls.finish()))
-
-    def _read(self, pieces: Pieces) -> Pieces:
-        """Return pieces in which the texts are parsed for calls."""
-        parts = (self._calls.push(piece.text) if piece.kind == "text" else (piece,) for piece in pieces)
-        return Pieces(itertools.chain.from_iterable(parts))
 
 
 class HiddenTokens:
@@ -64,7 +33,8 @@ class AnswerReader:
     """The reader of one answer.
 
     Args:
-        parser: Parser of the answer's text, which has special tokens.
+        parsers: Parsers of the answer's text, which has special tokens. Each parses the texts that the one before it
+            leaves; without parsers all text is content.
         hidden: Tokens that content and reasoning do not show.
         counts_reasoning: Whether the reasoning is parsed, so that its tokens are counted.
         in_reasoning: Whether the answer begins inside the reasoning.
@@ -77,14 +47,14 @@ class AnswerReader:
 
     def __init__(
         self,
-        parser: AnswerParser,
+        parsers: Sequence[MarkupParser],
         hidden: HiddenTokens,
         *,
         counts_reasoning: bool = False,
         in_reasoning: bool = False,
         is_parallel: bool = True,
     ) -> None:
-        self._parser, self._is_parallel = parser, is_parallel
+        self._parsers, self._is_parallel = parsers, is_parallel
         self._counts = counts_reasoning  # until the reasoning has ended
         self._hidden, self._held, self._out = hidden, "", PieceCollector()
         self._kind: Kind | None = None  # of the last piece
@@ -93,13 +63,16 @@ class AnswerReader:
         self.has_calls = False
         self.num_reasoning_tokens = 0 if counts_reasoning else None
 
-    def push(self, output: Output) -> Pieces:
-        """Return what an output adds to the answer."""
+    def push(self, output: Output) -> None:
+        """Read an output."""
         for text, num_tokens in self._slices(output):
             self._add(self._counted(text, num_tokens))
         if output.finish_reason:
-            self._add(self._parser.finish())
+            self._add(self._parsed("", is_over=True))
             self._begin(None)
+
+    def take(self) -> Pieces:
+        """Return what the outputs since the last call add to the answer."""
         return self._out.take()
 
     def finish_reason(self, reason: str | None) -> str | None:
@@ -126,13 +99,21 @@ class AnswerReader:
 
     def _counted(self, text: str, num_tokens: int) -> Pieces:
         """Parse a slice, and count its tokens if it belongs to the reasoning."""
-        pieces = self._parser.push(text)
+        pieces = self._parsed(text)
         if pieces.content or pieces.calls:
             self._in_reasoning = self._counts = False
         elif pieces.reasoning:
             self._in_reasoning = True
         if self._in_reasoning and self.num_reasoning_tokens is not None:
             self.num_reasoning_tokens += num_tokens
+        return pieces
+
+    def _parsed(self, text: str, is_over: bool = False) -> Pieces:
+        """Return the pieces that a text makes certain."""
+        pieces = Pieces([Piece("text", text)])
+        for parser in self._parsers:
+            parts = [parser.push(piece.text) if piece.kind == "text" else (piece,) for piece in pieces]
+            pieces = Pieces(itertools.chain(*parts, parser.push("", is_over)))
         return pieces
 
     def _add(self, pieces: Pieces) -> None:

@@ -107,7 +107,8 @@ def check_fields_of_body(
     advice: str = "leave it out",
     elsewhere: Collection[str] = (),
 ) -> None:
-    """Check the fields that a body's class does not have, and forget them, because the answer may take minutes.
+    """Check the fields that the classes of a body and its objects do not have, and forget them, because the answer may
+    take minutes.
 
     Args:
         own: Values that change nothing, by the names of fields that this route refuses in its own way.
@@ -116,16 +117,12 @@ def check_fields_of_body(
     Raises:
         ApiError: A field would change the answer, or its name looks like a known one.
     """
-    fields, extra, unknown = type(body).model_fields, body.model_extra or {}, list[str]()
+    fields, extra = type(body).model_fields, body.model_extra or {}
     refused = {**_EVERYWHERE, **dict.fromkeys(elsewhere, ((), _NOT_HERE))}
     refused |= {name: (allowed, advice) for name, allowed in own.items()}
-    for name, value in extra.items():
-        if value is None:
-            continue
-        if name in refused:
-            refuse(name, value, *refused[name])
-        else:
-            unknown.append(name)
+    for name in filter(refused.__contains__, extra):
+        refuse(name, extra[name], *refused[name])
+    unknown = [name for name, value in extra.items() if name not in refused and value is not None]
     known = frozenset({*fields, *_MISPLACED, *elsewhere}) if unknown else frozenset()
     for name in unknown[:_MAX_UNKNOWN]:
         if meant := look_alike(name, known):
@@ -133,19 +130,26 @@ def check_fields_of_body(
             raise wrong(name, f"is unknown; did you mean {meant}?{more}")
     log_ignored(unknown)
     extra.clear()
+    for name in filter(fields.__contains__, _NESTED):
+        value = getattr(body, name)
+        is_list = isinstance(value, list)
+        for number, item in enumerate(value if is_list else [value]):
+            _check_nested(name, f"{name}.{number}" if is_list else name, item)
 
 
-def check_nested(path: str, value: OpenFields | Mapping[str, object] | None) -> None:
-    """Raise ApiError for a field of an object in a body that would change the answer and is not served.
+def _check_nested(name: str, path: str, value: object) -> None:
+    """Check the fields that an object of a body has besides its own, and forget them.
 
     Args:
+        name: Field of the body that has the object.
         path: Path of the object in the body.
-        value: The object, whose own fields are served, or fields alone.
+        value: The object; a dict has no fields of its own.
     """
-    allowed, others = _NESTED[path.partition(".")[0]]
-    extra = value.model_extra if isinstance(value, OpenFields) else value
-    for name, each in (extra or {}).items():
-        refuse(f"{path}.{name}", each, allowed.get(name, others), "leave it out")
+    allowed, others = _NESTED[name]
+    extra = value if isinstance(value, dict) else getattr(value, "model_extra", None) or {}
+    for key, each in extra.items():
+        refuse(f"{path}.{key}", each, allowed.get(key, others), "leave it out")
+    extra.clear()
 
 
 def refuse(path: str, value: object, allowed: _Allowed, words: str) -> None:

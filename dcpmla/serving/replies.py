@@ -1,8 +1,13 @@
-"""The ways in which an answer follows the engine: whole, or as a stream of events, while its client is connected."""
+"""The base of all routes' answers, and the ways in which one follows the engine: whole, or as a stream of events, while
+its client is connected.
+"""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import Any, Protocol, TypeVar
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,8 +16,10 @@ from starlette.types import Receive, Scope, Send
 from dcpmla.serving.client import Generation
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Output, joined
-from dcpmla.serving.prompts import Prompt
-from dcpmla.serving.shown import Json
+from dcpmla.serving.prompts import Prompt, Texts
+from dcpmla.serving.protocol import RequestFields
+from dcpmla.serving.reader import AnswerReader
+from dcpmla.serving.shown import Json, Usage
 from dcpmla.serving.slices import slices
 
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -21,46 +28,81 @@ T = TypeVar("T")
 Ending = Callable[[Output], Json]  # function of fields of an answer, of a stream in its last chunk, that needs the end
 
 
-class Reply(Protocol):
-    """An answer in the shape of one route, as it grows.
+class Reply(ABC):
+    """The answer to one body in the shape of a route, as it grows.
+
+    Args:
+        body: Body of the request, which says what parts of answers are shown.
+        model: Name of the model for clients.
+        prompts: Prompts that it answers. Each has a number of choices, one after the other.
+        readers: Reader of each choice; none of completions.
 
     Attributes:
-        prompts: Prompts that it answers.
-        num_choices: Number of answers to each.
+        num_choices: Number of answers to each prompt.
+        usages: Usage of each choice.
         ending: Text after the last event of a stream.
     """
 
-    prompts: list[Prompt]
-    num_choices: int
-    ending: str
+    ending = ""
+
+    def __init__(
+        self, body: RequestFields, texts: Texts, model: str, prompts: list[Prompt], readers: Sequence[AnswerReader] = ()
+    ) -> None:
+        self.body, self.texts, self.model, self.prompts, self.readers = body, texts, model, prompts, readers
+        self.id, self.created, self.num_choices = uuid.uuid4().hex, int(time.time()), body.sampling.num_choices
+        self.usages = [Usage(len(prompt.token_ids)) for prompt in prompts for _ in range(self.num_choices)]
+
+    @property
+    def usage(self) -> Usage:
+        """Return the usage of all choices. The choices of a prompt have its tokens in common."""
+        firsts = self.usages[:: self.num_choices]
+        reasoning = [usage.reasoning_tokens for usage in self.usages if usage.reasoning_tokens is not None]
+        return Usage(
+            sum(usage.prompt_tokens for usage in firsts),
+            sum(usage.completion_tokens for usage in self.usages),
+            sum(usage.cached_tokens for usage in firsts),
+            sum(reasoning) if reasoning else None,
+        )
+
+    def read(self, index: int, output: Output) -> bool:
+        """Count an output of a choice, read it if there are readers, and return whether it is the choice's first."""
+        is_first = self.usages[index].count(output)
+        if self.readers:
+            self.readers[index].push(output)
+            self.usages[index].reasoning_tokens = self.readers[index].num_reasoning_tokens
+        return is_first
+
+    def reason(self, index: int, output: Output) -> str | None:
+        """Return the reason of a choice's end, None before; calls are one."""
+        return self.readers[index].finish_reason(output.finish_reason) if self.readers else output.finish_reason
 
     def drop_prompts(self) -> None:
         """Keep only the parts of prompts that the answer needs: it may take minutes."""
-        ...
+        self.prompts.clear()
 
     def add(self, index: int, output: Output) -> None:
         """Take outputs of a choice, joined, for the whole answer."""
-        ...
+        self.chunks(index, output)
 
+    @abstractmethod
     def whole(self) -> Json:
         """Return the whole answer, after all outputs."""
-        ...
 
     def first_chunks(self) -> list[Json]:
         """Return the chunks that come before any token."""
-        ...
+        return []
 
+    @abstractmethod
     def chunks(self, index: int, output: Output) -> list[Json]:
-        """Return the chunks with an output of a choice."""
-        ...
+        """Return the chunks with an output of a choice, none if there is nothing to show yet."""
 
+    @abstractmethod
     def last_chunks(self) -> list[Json]:
         """Return the chunks that come after all tokens."""
-        ...
 
     def error(self, error: ApiError) -> Json:
         """Return the chunk of an error, which is the last one."""
-        ...
+        return error.body()
 
 
 def event(*chunks: Json) -> Iterator[str]:

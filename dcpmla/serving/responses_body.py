@@ -23,7 +23,7 @@ from dcpmla.serving.conversation import (
 )
 from dcpmla.serving.engine_limits import MAX_TOKENS
 from dcpmla.serving.errors import ApiError, wrong
-from dcpmla.serving.refused import Fields, OpenFields, check_fields_of_body, check_nested, refuse
+from dcpmla.serving.refused import Fields, OpenFields, check_fields_of_body, refuse
 from dcpmla.serving.sampling_fields import Ruled, SamplingFields, takes
 from dcpmla.serving.shown import Json
 from dcpmla.serving.structured import grammar_of_format
@@ -90,10 +90,8 @@ class ResponsesBody(ChatRequest):
         """
         advice = "this server stores nothing and answers at once; leave it out"
         check_fields_of_body(self, _REFUSED, advice, elsewhere=SamplingFields.model_fields)
-        check_nested("stream_options", self.stream_options)
         for name in self.include or []:
             refuse("include", name, _INCLUDED, f"{name[:100]!r} is not in {', '.join(_INCLUDED)}")
-        check_nested("reasoning", self.reasoning)
 
     @property
     def sampling(self) -> SamplingFields:

@@ -13,9 +13,10 @@ _PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 _PARTS = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 
 
-class ResponsesReply(BlockReply[ResponsesBody]):
+class ResponsesReply(BlockReply):
     """A response: an item for each block of the answer."""
 
+    body: ResponsesBody
     _number = 0  # of the next event
 
     def whole(self) -> Json:

@@ -2,16 +2,25 @@
 
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from dcpmla.serving.errors import ApiError, wrong
+from dcpmla.fields import Rule, check_fields
+from dcpmla.serving.errors import ApiError, as_api_error, wrong
 from dcpmla.serving.shown import Json
 
 _NAME = re.compile(r"[a-zA-Z0-9_.:-]{1,128}")
+_FUNCTION = {
+    "name": Rule(
+        "1 to 128 letters, digits and _ . : -", lambda name: isinstance(name, str) and bool(_NAME.fullmatch(name))
+    ),
+    "description": Rule("a JSON string", lambda value: isinstance(value, str | None)),
+    "parameters": Rule("a JSON object", lambda value: isinstance(value, dict | None)),
+    "strict": Rule("true or false", lambda value: isinstance(value, bool | None)),
+}
 _MAX_TOOLS = 1024
 _MAX_LOGGED = 64  # types of tools: clients choose their names
 
@@ -51,32 +60,6 @@ class ToolUse:
         return self.strict.get(name, bool(self.required) and not any(self.strict.values()))
 
 
-def own_tools(
-    tools: Sequence[Mapping[str, Any]] | None, types: Collection[str | None] = ("function",)
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the functions among a request's tools, each with its path in the body.
-
-    Tools of other types are left out, since agents send them unasked: the provider's server runs them (`web_search`),
-    or its models know them without a schema (`bash_20250124`). The log names each type once.
-
-    Args:
-        types: Types of functions in the route's API; None stands for a tool without a type.
-    Raises:
-        ApiError: A type is no string, or is missing.
-    """
-    for number, tool in enumerate(tools or ()):
-        path, kind = f"tools.{number}", tool.get("type")
-        if kind in types:
-            yield path, tool
-        elif not isinstance(kind, str):
-            raise ApiError(400, f"{path}: type {kind!r:.100} is not supported; give functions", param=path)
-        elif kind not in _logged and len(_logged) < _MAX_LOGGED:
-            _logged.add(kind)
-            _logger.warning(
-                "tools of type %.100r are left out of prompts: only functions of the client are served", kind
-            )
-
-
 def _function_tool(fields: Mapping[str, Any], path: str) -> Json:
     """Return a tool in the shape of chat completions.
 
@@ -86,20 +69,10 @@ def _function_tool(fields: Mapping[str, Any], path: str) -> Json:
     Raises:
         ApiError: A field has another type, or the name has other characters.
     """
-    name = fields.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise wrong(f"{path}.name", f"is {name!r}; it must have 1 to 128 letters, digits and _ . : -")
-    function: Json = {"name": name}
-    for key, kind in (("description", str), ("parameters", dict)):
-        value = fields.get(key)
-        if value is not None:
-            if not isinstance(value, kind):
-                noun = "string" if kind is str else "object"
-                raise wrong(f"{path}.{key}", f"is {value!r:.100}; it must be a JSON {noun}")
-            function[key] = value
-    if not isinstance(fields.get("strict"), bool | None):
-        raise wrong(f"{path}.strict", "must be true or false")
-    return {"type": "function", "function": function}
+    with as_api_error():
+        check_fields(_FUNCTION, {"name": None, **fields}, lambda name: f"{path}.{name}")
+    shown = {name: fields.get(name) for name in ("name", "description", "parameters")}
+    return {"type": "function", "function": {name: value for name, value in shown.items() if value is not None}}
 
 
 def tool_use(
@@ -107,16 +80,23 @@ def tool_use(
 ) -> ToolUse:
     """Return the functions among a request's tools, before anything is chosen.
 
+    Tools of other types are left out, since agents send them unasked: the provider's server runs them (`web_search`),
+    or its models know them without a schema (`bash_20250124`). The log names each type once.
+
     Args:
         schema_field: Path of the schema in a tool: its last field, in the field around a function if there is one.
-        types: Types of functions in the route's API (`own_tools`).
+        types: Types of functions in the route's API; None stands for a tool without a type.
     Raises:
-        ApiError: A tool has a wrong field.
+        ApiError: A type is no string, or is missing; or a function has a wrong field.
     """
     wrapper, _, schema = schema_field.rpartition(".")
     functions: list[Json] = []
     strict: dict[str, bool] = {}
-    for path, tool in own_tools(tools, types):
+    for number, tool in enumerate(tools or ()):
+        path, kind = f"tools.{number}", tool.get("type")
+        if kind not in types:
+            _leave_out(kind, path)
+            continue
         place = f"{path}.{wrapper}" if wrapper else path
         function = tool.get(wrapper) if wrapper else tool
         if not isinstance(function, Mapping):
@@ -125,6 +105,15 @@ def tool_use(
         if function.get("strict") is not None:
             strict[function["name"]] = function["strict"]
     return ToolUse(functions, strict=strict, schema_field=schema_field)
+
+
+def _leave_out(kind: Any, path: str) -> None:
+    """Log the type of a tool that is no function, once."""
+    if not isinstance(kind, str):
+        raise ApiError(400, f"{path}: type {kind!r:.100} is not supported; give functions", param=path)
+    if kind not in _logged and len(_logged) < _MAX_LOGGED:
+        _logged.add(kind)
+        _logger.warning("tools of type %.100r are left out of prompts: only functions of the client are served", kind)
 
 
 def chosen(use: ToolUse, choice: str | Mapping[str, Any] | None, is_parallel: bool | None) -> ToolUse:

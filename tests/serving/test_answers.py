@@ -18,7 +18,7 @@ from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Output, Started
 from dcpmla.serving.prompts import Prompt
 from dcpmla.serving.protocol import parse
-from dcpmla.serving.reader import AnswerReader, HiddenTokens, PlainParser
+from dcpmla.serving.reader import AnswerReader, HiddenTokens
 from dcpmla.serving.replies import event
 from dcpmla.serving.slices import slices
 from tests.serving.test_texts import texts_of
@@ -38,7 +38,7 @@ def test_no_number_is_outside_of_json(kind: Any, value: float) -> None:
     output = Output(0, "a", (5,), (entry,), "stop", prompt_logprobs=(TokenLogprobs(5, None, ()), entry))
 
     def answers() -> Any:
-        readers = [AnswerReader(PlainParser(), HiddenTokens([]))]
+        readers = [AnswerReader([], HiddenTokens([]))]
         return kind(body_of(kind, **SHOWN), texts_of("straddling"), "m", [Prompt([5, 5], "ab", [0, 1])], readers)
 
     expected = 0.0 if value == math.inf else -9999.0

@@ -21,7 +21,7 @@ from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Output, Started
 from dcpmla.serving.prompts import Prompt
 from dcpmla.serving.protocol import parse
-from dcpmla.serving.reader import AnswerReader, HiddenTokens, PlainParser
+from dcpmla.serving.reader import AnswerReader, HiddenTokens
 from dcpmla.serving.responses_body import ResponsesBody
 from dcpmla.serving.tools import ToolUse
 from tests.support.agent import TEMPLATE, WEATHER
@@ -121,7 +121,8 @@ def test_a_published_encoding_in_place_of_a_template() -> None:
     reader = chats.reader(conversation, prompt, skip_special_tokens=True)
     invoke = '<｜DSML｜invoke name="weather"><｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>'
     text = f"hm</think>I look\n\n<｜DSML｜function_calls>{invoke}</｜DSML｜invoke></｜DSML｜function_calls>"
-    pieces = reader.push(Output(0, text, (1,), (), "stop"))
+    reader.push(Output(0, text, (1,), (), "stop"))
+    pieces = reader.take()
     assert (pieces.reasoning, pieces.content) == ("hm", "I look")
     assert [(piece.name, piece.text) for piece in pieces.calls] == [("weather", '{"city": "Oslo"}')]
     with pytest.raises(ApiError, match="refuses the messages"):
@@ -151,7 +152,8 @@ def test_two_formats_in_one_answer() -> None:
     reader = chats.reader(conversation, Prompt([1], ""), skip_special_tokens=True)
     call = '<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"city": "Rome"}<|tool_call_end|>'
     text = f"[THINK]hm[/THINK]I look<|tool_calls_section_begin|>{call}<|tool_calls_section_end|>"
-    pieces = reader.push(Output(0, text, (1,), (), "stop"))
+    reader.push(Output(0, text, (1,), (), "stop"))
+    pieces = reader.take()
     assert (pieces.reasoning, pieces.content) == ("hm", "I look")
     assert [(piece.name, piece.text) for piece in pieces.calls] == [("weather", '{"city": "Rome"}')]
     assert reader.finish_reason("stop") == "tool_calls"
@@ -160,10 +162,13 @@ def test_two_formats_in_one_answer() -> None:
 def test_hidden_tokens_in_pieces() -> None:
     text = "a<|end|>b<|e<|end|>c<|e"
     for size in range(1, len(text) + 1):
-        reader = AnswerReader(PlainParser(), HiddenTokens(["<|end|>", "<|e2|>"]))
-        parts = [reader.push(Output(0, text[start : start + size])) for start in range(0, len(text), size)]
-        parts.append(reader.push(Output(0, finish_reason="stop")))
-        assert "".join(part.content for part in parts) == "ab<|ec<|e"
+        reader = AnswerReader([], HiddenTokens(["<|end|>", "<|e2|>"]))
+        outputs = [Output(0, text[start : start + size]) for start in range(0, len(text), size)]
+        shown = ""
+        for output in (*outputs, Output(0, finish_reason="stop")):
+            reader.push(output)
+            shown += reader.take().content
+        assert shown == "ab<|ec<|e"
     assert HiddenTokens(["<|e", "<|e|>"]).split("a<|e|>b<|ec") == ("abc", "")  # one begins as the other
 
 

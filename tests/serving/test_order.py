@@ -19,7 +19,7 @@ from dcpmla.serving.chat_answers import ChatAnswers
 from dcpmla.serving.chat_body import ChatBody
 from dcpmla.serving.messages import Output
 from dcpmla.serving.prompts import Prompt
-from dcpmla.serving.reader import AnswerReader, ChainedParser, HiddenTokens
+from dcpmla.serving.reader import AnswerReader, HiddenTokens
 from dcpmla.serving.replies import Reply, event
 from dcpmla.serving.responses_body import ResponsesBody
 from dcpmla.serving.responses_reply import ResponsesReply
@@ -161,10 +161,10 @@ def test_blocks_come_as_they_were_written(name: str, route: str, data: st.DataOb
     def reply() -> Reply:
         if name == "chained":
             reasons = parser_of("glm47", parses_calls=False)
-            parser: Any = ChainedParser(reasons, parser_of("glm47", parses_reasoning=False))
+            parsers = [reasons, parser_of("glm47", parses_reasoning=False)]
         else:
-            parser = parser_of(name)
-        reader = AnswerReader(parser, HiddenTokens([HIDDEN]), is_parallel=is_parallel)
+            parsers = [parser_of(name)]
+        reader = AnswerReader(parsers, HiddenTokens([HIDDEN]), is_parallel=is_parallel)
         made: Reply = make_reply(body_kind.model_validate(body), None, "m", [Prompt([1], "")], [reader])
         return made
 

@@ -21,7 +21,7 @@ from dcpmla.serving.connections import Limits
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Output
 from dcpmla.serving.prompts import Prompt
-from dcpmla.serving.reader import AnswerReader, HiddenTokens, PlainParser
+from dcpmla.serving.reader import AnswerReader, HiddenTokens
 from dcpmla.serving.replies import WholeAnswer, collect, event, events
 from dcpmla.serving.responses_body import ResponsesBody
 from dcpmla.serving.responses_reply import ResponsesReply
@@ -83,7 +83,7 @@ def test_a_deep_value_is_written() -> None:
 
 
 def reply_of(kind: Any, num_choices: int, num_prompts: int = 1) -> Any:
-    readers = [AnswerReader(PlainParser(), HiddenTokens([])) for _ in range(num_choices)]
+    readers = [AnswerReader([], HiddenTokens([])) for _ in range(num_choices)] if kind is ChatAnswers else []
     body = body_of(kind, n=num_choices, logprobs=20, prompt_logprobs=20, return_token_ids=True)
     prompts = [Prompt([5] * NUM_TOKENS, "ab" * NUM_TOKENS, [0] * NUM_TOKENS) for _ in range(num_prompts)]
     return kind(body, texts_of("straddling"), "m", prompts, readers)
@@ -128,7 +128,7 @@ def test_the_loop_runs_between_slices_of_blocks(reply: Any) -> None:
         if reply is MessagesReply
         else {"input": "a"}
     )
-    reader = AnswerReader(PlainParser(), HiddenTokens([]))
+    reader = AnswerReader([], HiddenTokens([]))
     made = reply(kind.model_validate(body), None, "m", [Prompt([5], "a")], [reader])
     outputs = [(0, output_of()._replace(text="a" * SLICE, finish_reason=reason)) for reason in [None] * 9 + ["stop"]]
     pieces, num_turns, _ = asyncio.run(sent_by(WholeAnswer(whole_of(made, outputs))))

@@ -6,10 +6,9 @@ examples.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
-from dcpmla.serving.chat.encoding import Encoding, Message, reasoning_of, text_of
+from dcpmla.serving.chat.encoding import Calls, Encoding, Message, reasoning_of, text_of
 from dcpmla.serving.chat.formats import FORMATS
 from dcpmla.serving.chat.values import arguments_of, dumps
 
@@ -110,6 +109,7 @@ class _DeepseekV32(Encoding):
         function: Word for a function in the example of a call.
     """
 
+    ends: tuple[str, str] = (_EOS, _EOS)
     description: str = _TOOLS_V32
     function: str = "FUNCTION"
 
@@ -119,7 +119,16 @@ class _DeepseekV32(Encoding):
             if not messages or messages[0]["role"] != "system":
                 messages.insert(0, {"role": "system", "content": ""})
             messages[0]["tools"] = tools
-        return messages
+        return super()._arranged(messages, tools)
+
+    def _merged(
+        self, group: Sequence[tuple[int, Message]], before: Sequence[Message], calls: Calls
+    ) -> list[dict[str, Any]]:
+        num_calls, first = len(before[-1].get("tool_calls") or ()) if before else 0, group[0][0]
+        if len(group) != num_calls:
+            raise ValueError(f"messages: {num_calls} calls before message {first}, and another number of results")
+        results = "".join(f"\n<result>{text_of(message)}</result>" for _, message in group)
+        return [{"role": "tool", "content": f"\n\n<function_results>{results}\n</function_results>\n\n"}]
 
     def _first_kept(self, messages: Sequence[Message]) -> int:
         return max((number for number in range(len(messages)) if self._asks(messages, number)), default=0)
@@ -131,10 +140,10 @@ class _DeepseekV32(Encoding):
     def _start(self, messages: Sequence[Message], tools: Sequence[Message] | None, effort: str) -> str:
         return _BOS
 
-    def _message(self, messages: Sequence[Message], number: int, reasons: bool, goes_on: bool) -> str:
+    def _message(self, messages: Sequence[Message], number: int, reasons: bool) -> str:
         message = messages[number]
         if message["role"] == "assistant":
-            return self._answer(message, reasons, goes_on)
+            return self._answer(message, reasons)
         follows = number + 1 < len(messages) and messages[number + 1]["role"] in ("assistant", "latest_reminder")
         opens = follows and (message["role"] == "tool" or self._asks(messages, number))
         return self._text(messages, number) + (self._opening(message, reasons) if opens else "")
@@ -153,7 +162,7 @@ class _DeepseekV32(Encoding):
             case "developer":
                 return f"{_USER}{self._tools(message)}\n\n# The user's message is: {text_of(message)}"
             case "tool":
-                return _result(messages, number)
+                return text_of(message)
         return _USER + text_of(message)
 
     def _tools(self, message: Message) -> str:
@@ -168,14 +177,14 @@ class _DeepseekV32(Encoding):
         section = self.calls.bare.section[0]
         return "\n\n" + self.description.format(section=section, example=example, schemas=schemas)
 
-    def _answer(self, message: Message, reasons: bool, goes_on: bool) -> str:
+    def _answer(self, message: Message, reasons: bool) -> str:
         """Return the text of an assistant's message, whose reasoning may be empty."""
-        reasoning, text, calls = reasoning_of(message), text_of(message), message.get("tool_calls")
-        is_reasoning = goes_on and reasoning and not text and not calls
-        start = reasoning + ("" if is_reasoning else self.calls.reasoning[1]) if reasons else ""
+        text, calls = text_of(message), message.get("tool_calls")
+        if reasons:
+            text = reasoning_of(message) + self.calls.reasoning[1] + text
         if calls:  # A call without arguments has an empty line.
             text += self.calls.written_calls((call["function"]["name"], arguments_of(call) or "\n") for call in calls)
-        return start + text + ("" if goes_on else _EOS)
+        return text + _EOS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,32 +196,21 @@ class _DeepseekV4(_DeepseekV32):
     """
 
     roles: Sequence[str] = ("system", "developer", "user", "assistant", "tool", "latest_reminder")
+    together: Sequence[str] = ("user", "tool")
     description: str = _TOOLS_V4
     function: str = "TOOL"
 
-    def _arranged(self, messages: list[dict[str, Any]], tools: Sequence[Message] | None) -> list[dict[str, Any]]:
-        """Return messages with neighbouring users' messages and results merged, results in the order of their calls."""
-        merged: list[dict[str, Any]] = []
-        order: dict[str, int] = {}
-        for is_merged, group in groupby(
-            super()._arranged(messages, tools), lambda each: each["role"] in ("user", "tool")
-        ):
-            if not is_merged:
-                for message in group:
-                    merged.append(message)
-                    called = enumerate(message.get("tool_calls") or ())
-                    order = {call.get("id") or "": number for number, call in called} or order
-                continue
-            parts = [
-                (order.get(each.get("tool_call_id") or "", 0), f"<tool_result>{text_of(each)}</tool_result>")
-                if each["role"] == "tool"
-                else (-1, text_of(each))
-                for each in group
-            ]
-            results = iter(sorted((part for part in parts if part[0] >= 0), key=lambda part: part[0]))
-            texts = ((part if part[0] < 0 else next(results))[1] for part in parts)
-            merged.append({"role": "user", "content": "\n\n".join(texts)})
-        return merged
+    def _merged(
+        self, group: Sequence[tuple[int, Message]], before: Sequence[Message], calls: Calls
+    ) -> list[dict[str, Any]]:
+        """Return one user's message, with results in the order of their calls."""
+        found = [message for _, message in group if message["role"] == "tool"]
+        results = iter(sorted(found, key=lambda each: calls.get(each.get("tool_call_id") or "", (0, ""))[0]))
+        texts = (
+            f"<tool_result>{text_of(next(results))}</tool_result>" if message["role"] == "tool" else text_of(message)
+            for _, message in group
+        )
+        return [{"role": "user", "content": "\n\n".join(texts)}]
 
     def _first_kept(self, messages: Sequence[Message]) -> int:
         return 0 if any(message.get("tools") for message in messages) else super()._first_kept(messages)
@@ -231,20 +229,6 @@ class _DeepseekV4(_DeepseekV32):
         message, later = messages[number], _SYSTEM if self.marks_systems and number else ""
         mark = {"system": later, "latest_reminder": _REMINDER}.get(message["role"], _USER)
         return mark + text_of(message) + self._tools(message)
-
-
-def _result(messages: Sequence[Message], number: int) -> str:
-    """Return the text of a result of a call, with what begins and ends the group of results."""
-    first = number
-    while first and messages[first - 1]["role"] == "tool":
-        first -= 1
-    calls = messages[first - 1].get("tool_calls") or () if first else ()
-    order, num_calls = number - first + 1, len(calls)
-    ends = number + 1 == len(messages) or messages[number + 1]["role"] != "tool"
-    if order > num_calls or (ends and order < num_calls):
-        raise ValueError(f"messages: {num_calls} calls before message {first}, and another number of results")
-    start, end = "\n\n<function_results>" if order == 1 else "", "\n</function_results>\n\n" if ends else ""
-    return f"{start}\n<result>{text_of(messages[number])}</result>{end}"
 
 
 DEEPSEEK_V32 = _DeepseekV32(calls=FORMATS["deepseek_v32"], thinks_by_default=False)

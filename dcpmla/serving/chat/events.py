@@ -1,6 +1,6 @@
 """Pieces of an answer, as parsers stream them."""
 
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 Kind = Literal["reasoning", "text", "call"]
 
@@ -41,18 +41,6 @@ class Pieces(tuple[Piece, ...]):
     def calls(self) -> tuple[Piece, ...]:
         """Return the pieces of calls."""
         return tuple(piece for piece in self if piece.kind == "call")
-
-
-class AnswerParser(Protocol):
-    """A parser of one answer. Its pieces are final: later text never takes them back."""
-
-    def push(self, text: str) -> Pieces:
-        """Take the next text of the answer, special tokens included, and return the pieces that it makes certain."""
-        ...
-
-    def finish(self) -> Pieces:
-        """End the answer and return the text that waited: incomplete markup is content, or reasoning."""
-        ...
 
 
 class PieceCollector:

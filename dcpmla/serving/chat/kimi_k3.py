@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dcpmla.serving.chat.encoding import Encoding, Message, reasoning_of, text_of
+from dcpmla.serving.chat.encoding import Calls, Encoding, Message, reasoning_of, text_of
 from dcpmla.serving.chat.formats import FORMATS
 from dcpmla.serving.chat.markup import escaped
 
@@ -32,25 +32,22 @@ class _KimiK3(Encoding):
     Every answer keeps its reasoning. Results follow the order of their calls.
     """
 
-    def _arranged(self, messages: list[dict[str, Any]], tools: Sequence[Message] | None) -> list[dict[str, Any]]:
-        """Return messages with results in the order of their calls, numbered from 1 after each answer."""
-        calls: dict[str | None, tuple[int, str | None]] = {}  # order and name of each call of the last answer
-        keys: dict[int, tuple[int, int]] = {}  # the message that begins a group, and the order in the group
-        before = 0
-        for number, message in enumerate(messages):
-            if message["role"] == "tool":
-                order, message["tool"] = calls.get(message.get("tool_call_id"), (-1, None))
-                message["number"], keys[number] = number, (before, order)
-                continue
-            before, keys[number] = number, (number, -2)
-            if message["role"] == "assistant":
-                ordered = enumerate(message.get("tool_calls") or ())
-                calls = {call.get("id") or "": (order, call["function"]["name"]) for order, call in ordered}
-        arranged, num_results = [messages[number] for number in sorted(keys, key=keys.__getitem__)], 0
-        for message in arranged:
-            num_results = 0 if message["role"] == "assistant" else num_results + (message["role"] == "tool")
-            message["index"] = num_results
-        return arranged
+    def _merged(
+        self, group: Sequence[tuple[int, Message]], before: Sequence[Message], calls: Calls
+    ) -> list[dict[str, Any]]:
+        """Return results in the order of their calls, numbered from 1 after each answer."""
+        last: Message = next((each for each in reversed(before) if each["role"] in ("assistant", "tool")), {})
+        if last.get("role") == "assistant" and not last.get("tool_calls"):
+            calls = {}
+        results: list[tuple[int, int, str]] = []
+        for place, (number, message) in enumerate(group):
+            if message.get("tool_call_id") not in calls:
+                words = f"result {number} has no call {message.get('tool_call_id')!r} before it"
+                raise ValueError(f"messages: {words}")
+            order, name = calls[message["tool_call_id"]]
+            results.append((order, place, name))
+        numbered = enumerate(sorted(results), last.get("index", 0) + 1)
+        return [{**group[place][1], "tool": name, "index": index} for index, (_, place, name) in numbered]
 
     def _start(self, messages: Sequence[Message], tools: Sequence[Message] | None, effort: str) -> str:
         text = ""
@@ -59,25 +56,15 @@ class _KimiK3(Encoding):
             text = self._element(_TOOLS.format(schemas), role="system", type="tool-declare")
         return text + (self._element(_EFFORT.format(effort), role="system", type="thinking-effort") if effort else "")
 
-    def _message(self, messages: Sequence[Message], number: int, reasons: bool, goes_on: bool) -> str:
+    def _message(self, messages: Sequence[Message], number: int, reasons: bool) -> str:
         message = messages[number]
         role, text = message["role"], text_of(message, "")
         if role == "tool":
-            if message["tool"] is None:
-                words = f"result {message['number']} has no call {message.get('tool_call_id')!r} before it"
-                raise ValueError(f"messages: {words}")
             return self._element(text, role=role, tool=message["tool"], index=message["index"])
         attributes = {"role": "system" if role == "developer" else role}
         if message.get("name"):
             attributes["name"] = message["name"]
-        if role != "assistant":
-            return self._element(text, **attributes)
-        answer = self._element(self._answer(message, reasons), **attributes)
-        if not goes_on:
-            return answer
-        if reasons and reasoning_of(message) and not text and not message.get("tool_calls"):
-            return answer[: answer.index(self.calls.reasoning[1])]
-        return answer[: answer.rindex(self.calls.ends[0] if message.get("tool_calls") else self.calls.content[1])]
+        return self._element(self._answer(message, reasons) if role == "assistant" else text, **attributes)
 
     def _opening(self, last: Message | None, thinking: bool) -> str:
         return _open(role="assistant") + (self.calls.reasoning if thinking else self.calls.content)[0]
@@ -116,4 +103,5 @@ def _open(**attributes: object) -> str:
     return f"<|open|>message{''.join(texts)}<|sep|>"
 
 
-KIMI_K3 = _KimiK3(calls=FORMATS["kimi_k3"], efforts=_EFFORTS)
+_FORMAT = FORMATS["kimi_k3"]
+KIMI_K3 = _KimiK3(calls=_FORMAT, ends=(_FORMAT.content[1], _FORMAT.ends[0]), efforts=_EFFORTS)

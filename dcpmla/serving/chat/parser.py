@@ -73,20 +73,17 @@ class MarkupParser:
         self._out = PieceCollector()
         self._steps = self._parse()
 
-    def push(self, text: str) -> Pieces:
-        """Take the next text of the answer."""
+    def push(self, text: str, is_over: bool = False) -> Pieces:
+        """Take the next text of the answer, which may be its last."""
         for start in range(0, len(text), _CHUNK):
             self._rest.text += text[start : start + _CHUNK]
             next(self._steps)
-        return self._out.take()
-
-    def finish(self) -> Pieces:
-        """End the answer."""
-        self._rest.is_over = True
-        for _ in self._steps:
-            pass
-        if not self._num_calls:
-            self._out.add(Piece("text", self._released()))
+        if is_over:
+            self._rest.is_over = True
+            for _ in self._steps:
+                pass
+            if not self._num_calls:
+                self._out.add(Piece("text", self._released()))
         return self._out.take()
 
     def _parse(self) -> Waiting:

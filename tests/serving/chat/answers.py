@@ -9,7 +9,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy, composite
 from jinja2 import StrictUndefined, Template
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from dcpmla.serving.chat.events import AnswerParser, Pieces
+from dcpmla.serving.chat.events import Pieces
 from dcpmla.serving.chat.formats import FORMATS
 from dcpmla.serving.chat.parser import MarkupParser
 
@@ -123,7 +123,7 @@ def markers_of(name: str) -> list[str]:
     return [text for text in texts if len(text) > 1]
 
 
-def parser_of(name: str, **options: Any) -> AnswerParser:
+def parser_of(name: str, **options: Any) -> MarkupParser:
     """Return a parser that reads everything, of an answer outside the reasoning."""
     defaults = {"in_reasoning": False, "parses_calls": True, "parses_reasoning": True}
     return MarkupParser(FORMATS[name], TOOLS, **{**defaults, **options})
@@ -139,9 +139,9 @@ def cut(text: str, sizes: list[int]) -> list[str]:
     return pieces
 
 
-def stream(parser: AnswerParser, pieces: list[str]) -> tuple[str, str, list[Call]]:
+def stream(parser: MarkupParser, pieces: list[str]) -> tuple[str, str, list[Call]]:
     """Return the reasoning, the content and the calls of a streamed answer; arguments are JSON text."""
-    events = [*map(parser.push, pieces), parser.finish()]
+    events = [*map(parser.push, pieces), parser.push("", is_over=True)]
     return "".join(each.reasoning for each in events), "".join(each.content for each in events), calls_of(events)
 
 
