@@ -133,7 +133,7 @@ class AnswerGrammars:
 
 def _functions(use: ToolUse) -> Iterator[tuple[str, Json]]:
     """Yield the functions that may be called, each after the path of its schema."""
-    for number, tool in enumerate(use.tools):
+    for number, tool in zip(use.numbers or range(len(use.tools)), use.tools, strict=True):
         if not use.required or tool["function"]["name"] in use.required:
             yield f"tools.{number}.{use.schema_field}", tool["function"]
 

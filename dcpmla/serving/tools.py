@@ -40,6 +40,7 @@ class ToolUse:
         required: Names of functions. The answer must call one or more of them; empty if it need not.
         strict: Field `strict` of functions that have it, by name.
         schema_field: Path of the schema in a tool of the body.
+        numbers: Number of each tool in the body, where some of the body's are left out.
     """
 
     tools: Sequence[Json] = ()
@@ -47,6 +48,7 @@ class ToolUse:
     required: Sequence[str] = ()
     strict: Mapping[str, bool] = field(default_factory=dict)
     schema_field: str = "function.parameters"
+    numbers: Sequence[int] = ()
 
     @property
     def needs_grammar(self) -> bool:
@@ -90,7 +92,7 @@ def tool_use(
         ApiError: A type is no string, or is missing; or a function has a wrong field.
     """
     wrapper, _, schema = schema_field.rpartition(".")
-    functions: list[Json] = []
+    functions: dict[int, Json] = {}
     strict: dict[str, bool] = {}
     for number, tool in enumerate(tools or ()):
         path, kind = f"tools.{number}", tool.get("type")
@@ -101,10 +103,10 @@ def tool_use(
         function = tool.get(wrapper) if wrapper else tool
         if not isinstance(function, Mapping):
             raise wrong(place, "is missing")
-        functions.append(_function_tool({**function, "parameters": function.get(schema)}, place))
+        functions[number] = _function_tool({**function, "parameters": function.get(schema)}, place)
         if function.get("strict") is not None:
             strict[function["name"]] = function["strict"]
-    return ToolUse(functions, strict=strict, schema_field=schema_field)
+    return ToolUse([*functions.values()], strict=strict, schema_field=schema_field, numbers=[*functions])
 
 
 def _leave_out(kind: Any, path: str) -> None:

@@ -183,6 +183,10 @@ def test_what_is_refused(client: openai.OpenAI) -> None:
             {"text": {"format": {**FORMAT, "schema": {"properties": {"a": {"not": {}}}}}}},
         ),
         ("tools.0.parameters.properties.a", {"tools": [{**TOOLS[0], "strict": True, "parameters": UNIQUE}]}),
+        (
+            "tools.1.parameters.properties.a",
+            {"tools": [{"type": "web_search"}, {**TOOLS[0], "strict": True, "parameters": UNIQUE}]},
+        ),
         ("reasoning.mode", {"reasoning": {"mode": "pro"}}),
         ("tools.0", {"tools": [{"name": "weather"}]}),
         ("tools.1", {"tools": [TOOLS[0], {"type": 5}]}),
