@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from importlib import metadata
 from typing import Any, TypeVar
 
+from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -78,7 +79,8 @@ class Api:
             Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
-            *self._handoffs.routes(),
+            Route("/kv/connect", self._handoffs.connect, methods=["POST"]),
+            Route("/kv/prefill", self._handoffs.prefill, methods=["POST"]),
         ]
         app = Starlette(
             routes=routes,
@@ -93,7 +95,7 @@ class Api:
 
     async def metrics(self, request: Request) -> Response:
         """Return the measurements."""
-        return Response(self._engine.metrics.text(), media_type="text/plain; version=0.0.4")
+        return Response(generate_latest(self._engine.metrics.registry), media_type="text/plain; version=0.0.4")
 
     async def version(self, request: Request) -> Response:
         """Return the version of this package."""
@@ -257,5 +259,5 @@ class Api:
                 found = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
             case _:
                 found = ApiError(500, "the server has made a mistake; its log says more")
-        self._engine.metrics.refused(found.status)
+        self._engine.metrics.refused.labels(str(found.status)).inc()
         return found.response(request.url.path)

@@ -180,7 +180,7 @@ class Engine:
             if prepared.tokenizer is not None:
                 generation.texts |= {each: RequestText(prepared.tokenizer, own, prompt) for each in request_ids}
             self.outbox.submit(Submit(request_ids, seeds, prompt, own, cache_salt, move))
-            self.metrics.submitted(len(prompt) * num_choices)
+            self.metrics.prompt_tokens.inc(len(prompt) * num_choices)
         return generation
 
     def abandon(self, generation: "Generation") -> None:
@@ -188,7 +188,7 @@ class Engine:
         unfinished = [request_id for request_id in generation.indices if request_id in self._open]
         for request_id in unfinished:
             self._end(request_id)
-            self.metrics.finished("abort")
+            self.metrics.requests.labels("abort").inc()
         self.outbox.abort(unfinished)
         self._num_tokens -= generation.num_tokens
         generation.num_tokens = 0

@@ -6,6 +6,7 @@ the engine reads that queue once a step. The process limits the bytes of command
 
 import errno
 import os
+import select
 import signal
 import socket
 import struct
@@ -16,6 +17,7 @@ from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 
+from dcpmla.serving.forks import fork
 from dcpmla.serving.guard import guard
 from dcpmla.serving.messages import LENGTH, Message, pack
 
@@ -41,14 +43,14 @@ class Frontend:
         self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._socket, theirs = socket.socketpair()
         guards_end, self._lifeline = os.pipe()  # ends with this process: no other holds the writing end
-        self._pid = os.fork()
-        if self._pid == 0:
-            try:
-                self._socket.close()  # otherwise the process would not notice this one's end
-                os.close(self._lifeline)
-                guard(partial(main, theirs), (theirs, listener), guards_end)
-            finally:
-                os._exit(1)
+
+        def run() -> None:
+            self._socket.close()  # otherwise the process would not notice this one's end
+            os.close(self._lifeline)
+            guard(partial(main, theirs), (theirs, listener), guards_end)
+
+        self._pid = fork(run)
+        self._process = os.pidfd_open(self._pid)
         theirs.close()
         os.close(guards_end)
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
@@ -110,14 +112,10 @@ class Frontend:
 
     def _await_end(self) -> int | None:
         """Wait a while for the guard's end, and return its exit code; None if it still runs, or was waited for."""
-        until = time.monotonic() + _FAREWELL
         with suppress(ChildProcessError):
-            while time.monotonic() < until:
-                pid, status = os.waitpid(self._pid, os.WNOHANG)
-                if pid:
-                    code = os.waitstatus_to_exitcode(status)
-                    return code if code >= 0 else 128 - code
-                time.sleep(0.05)
+            if select.select([self._process], [], [], _FAREWELL)[0]:
+                code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+                return code if code >= 0 else 128 - code
         return None
 
     def _write(self) -> None:

@@ -6,10 +6,11 @@ Without it, an HTTP process that is stopped or stuck would keep the port, and no
 import os
 import select
 import signal
-import traceback
 from collections.abc import Callable, Sequence
 from socket import socket
 from typing import NoReturn
+
+from dcpmla.serving.forks import fork
 
 _SECONDS = 15.0  # time for the last answers, after the first rank's end; a busy host needs more than a few
 
@@ -24,18 +25,8 @@ def guard(main: Callable[[], object], sockets: Sequence[socket], owner: int) -> 
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # Launchers send them to all processes; the ranks decide.
-    child, childs_end = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(child)
-        os.close(owner)
-        try:
-            main()
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(0)
-    os.close(childs_end)
+    pid = fork(main)
+    child = os.pidfd_open(pid)
     for each in sockets:
         each.close()
     ended, _, _ = select.select([child, owner], [], [])

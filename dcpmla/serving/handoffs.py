@@ -8,7 +8,6 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.answers import in_json
@@ -75,13 +74,6 @@ class HandoffRoutes:
         self._peers: OrderedDict[str, bool] = OrderedDict()  # whether they had prompts; the latest one is last
         self._num_open = Counter[str]()  # prompts of each peer that are being computed
         self._logged: set[str] = set()
-
-    def routes(self) -> list[Route]:
-        """Return the routes."""
-        return [
-            Route("/kv/connect", self.connect, methods=["POST"]),
-            Route("/kv/prefill", self.prefill, methods=["POST"]),
-        ]
 
     async def connect(self, request: Request) -> Response:
         """Connect to a decode server, whose cache must have the same rows; return this server's own message."""

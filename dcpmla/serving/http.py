@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import logging
-import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,8 +49,6 @@ def serve_http(
         settings: Options of the server.
         limits: Limits of each client.
     """
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # launchers send them to all processes; the ranks decide
     gc.collect()
     gc.freeze()  # Otherwise a garbage collection scans every import, and no client is answered for 0.15 s.
     limits = limit_connections(limits or Limits())
