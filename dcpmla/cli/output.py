@@ -181,7 +181,7 @@ def open_output_lines(path: Path, model: Path | None = None) -> Iterator[OutputL
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     except OSError as error:
         raise _unwritable("--output-file", path, error) from error
-    try:
+    with open(descriptor, "ab"):
         _check_is_file("--output-file", path)
         _lock(path, descriptor)
         lines = OutputLines(path, descriptor, path.read_bytes())
@@ -192,8 +192,6 @@ def open_output_lines(path: Path, model: Path | None = None) -> Iterator[OutputL
         finally:
             if not (existed or lines.num_bytes):
                 os.unlink(os.path.realpath(path))
-    finally:
-        os.close(descriptor)
 
 
 def _lock(path: Path, descriptor: int) -> None:
