@@ -9,7 +9,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -245,8 +245,6 @@ def _read_id(line: bytes) -> str | int | None:
 
 def _parse(line: bytes) -> object:
     """Return the value of a line of JSON, or None."""
-    try:
-        value: object = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return value
+    with suppress(ValueError, RecursionError):
+        return json.loads(line)
+    return None

@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import Any
 from uuid import uuid4
 
 import httpx2
@@ -93,8 +92,7 @@ class PrefillServer:
         try:
             async with asyncio.timeout(None) as wait:  # it ends when the server is lost
                 self._waits.add(wait)
-                answer = await self._ask(msgspec.json.encode(body))
-            return msgspec.convert(answer["token"], TokenLogprobs)
+                return await self._ask(msgspec.json.encode(body))
         except TimeoutError as error:
             raise ConnectionError("the server is lost") from error
         except (httpx2.HTTPError, KeyError, TypeError, ValueError) as error:
@@ -103,8 +101,8 @@ class PrefillServer:
             self.num_open -= 1
             self._waits.discard(wait)
 
-    async def _ask(self, content: bytes) -> dict[str, Any]:
-        """Return the JSON object of a prompt's answer; raise what an error means."""
+    async def _ask(self, content: bytes) -> TokenLogprobs:
+        """Return the first token of a prompt; raise what an error means."""
         answer = await self._client.post(f"{self.url}/kv/prefill", content=content)
         if answer.status_code in _FINAL:
             raise RefusedPromptError(_reason(answer))
@@ -113,8 +111,7 @@ class PrefillServer:
             raise ConnectionError(_reason(answer))
         if answer.status_code != 200:
             raise ConnectionError(f"status {answer.status_code}: {_reason(answer)}")
-        fields: dict[str, Any] = answer.json()
-        return fields
+        return msgspec.convert(answer.json()["token"], TokenLogprobs)
 
     async def _connect(self) -> None:
         """Exchange layouts and agents with the server's job."""
