@@ -52,8 +52,7 @@ def claimed_rank(env: Environment) -> str | None:
 
 
 def _torchrun(env: Environment) -> LaunchInfo:
-    missing = [name for name in _TORCHRUN if name not in env]
-    if missing:
+    if missing := [name for name in _TORCHRUN if name not in env]:
         found = next(name for name in _TORCHRUN if name in env)
         raise ValueError(
             f"{found} is set, but not {', '.join(missing)}; set all of {', '.join(_TORCHRUN)} as torchrun does, or none"

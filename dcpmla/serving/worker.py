@@ -172,17 +172,14 @@ class Worker:
             writer.transport.abort()
 
 
-def _run(control: socket.socket, prepare: Callable[[Any], Any]) -> None:
-    """Serve functions until the other end of a socket is closed."""
+def _run(theirs: socket.socket, prepare: Callable[[Any], Any]) -> None:
+    """Start a child for each function, and end it when the other end of its socket is closed; end with the other end of
+    the process's own socket.
+    """
     gc.freeze()  # The HTTP process's files are closed below: no object of theirs may close a number again.
-    os.dup2(control.fileno(), _CONTROL)
+    os.dup2(theirs.fileno(), _CONTROL)
     os.closerange(_CONTROL + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    _serve(socket.socket(fileno=_CONTROL), prepare)
-
-
-def _serve(control: socket.socket, prepare: Callable[[Any], Any]) -> None:
-    """Start a child for each function, and end it when the other end of its socket is closed."""
-    model: Any = None
+    control, model = socket.socket(fileno=_CONTROL), None
     children = dict[int, tuple[int, socket.socket]]()  # process id and socket, by the file that shows a child's end
     poll = select.poll()
     poll.register(control, select.POLLIN)
