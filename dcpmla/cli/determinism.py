@@ -21,7 +21,7 @@ from dcpmla.config import DCP_COMM_BACKENDS, DCPConfig
 from dcpmla.fields import divisors
 from dcpmla.integrations.arguments import layout
 from dcpmla.integrations.engine_options import EngineOptions
-from dcpmla.integrations.open_model import ModelFiles, check_layout, open_model
+from dcpmla.integrations.open_model import check_layout, open_model
 from dcpmla.job.bootstrap import agree
 from dcpmla.job.join import Job
 from dcpmla.llm import build_engine
@@ -122,7 +122,8 @@ def bit_tests(job: Job, model: str | None, dtype: torch.dtype) -> Iterator[SelfT
     expected: list[Answer] = []
     with TemporaryDirectory() as folder:
         with agree():
-            files = _open(model or _save_config(Path(folder), job.ranks.device))
+            files = open_model(model or _save_config(Path(folder), job.ranks.device))
+            files = replace(files, max_model_len=min(files.max_model_len, _MAX_MODEL_LEN))
         options = EngineOptions(
             dtype="auto" if model else dtype,
             load_format="auto" if model else "dummy",
@@ -168,11 +169,6 @@ def _layouts(job: Job) -> Iterator[DCPConfig]:
             except ValueError:  # `doctor` has printed why
                 continue
             yield dcp
-
-
-def _open(model: str) -> ModelFiles:
-    files = open_model(model)
-    return replace(files, max_model_len=min(files.max_model_len, _MAX_MODEL_LEN))
 
 
 def _save_config(folder: Path, device: torch.device) -> str:

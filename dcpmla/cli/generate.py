@@ -99,8 +99,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _check_errors(requests: Sequence[Request]) -> None:
     """Raise ValueError if a request ended with an error, on every rank alike."""
-    failed = [request for request in requests if request.error is not None]
-    if failed:
+    if failed := [request for request in requests if request.error is not None]:
         raise ValueError(
             f"{len(failed)} of {len(requests)} prompts failed; {failed[0].request_id!r}: {failed[0].error}"
         )
@@ -121,8 +120,7 @@ def _check_files(args: argparse.Namespace) -> None:
 
 def _missing(prompts: list[Prompt], lines: OutputLines) -> list[Prompt]:
     """Return the prompts that have no output yet."""
-    foreign = lines.ids - {prompt.request_id for prompt in prompts}
-    if foreign:
+    if foreign := lines.ids - {prompt.request_id for prompt in prompts}:
         example = min(map(repr, foreign))
         raise ValueError(
             f"--output-file is {lines.path}, which has id {example} that is not in --prompt-file; "

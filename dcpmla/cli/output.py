@@ -9,7 +9,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -181,7 +181,7 @@ def open_output_lines(path: Path, model: Path | None = None) -> Iterator[OutputL
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     except OSError as error:
         raise _unwritable("--output-file", path, error) from error
-    try:
+    with open(descriptor, "ab"):
         _check_is_file("--output-file", path)
         _lock(path, descriptor)
         lines = OutputLines(path, descriptor, path.read_bytes())
@@ -192,8 +192,6 @@ def open_output_lines(path: Path, model: Path | None = None) -> Iterator[OutputL
         finally:
             if not (existed or lines.num_bytes):
                 os.unlink(os.path.realpath(path))
-    finally:
-        os.close(descriptor)
 
 
 def _lock(path: Path, descriptor: int) -> None:
@@ -247,8 +245,6 @@ def _read_id(line: bytes) -> str | int | None:
 
 def _parse(line: bytes) -> object:
     """Return the value of a line of JSON, or None."""
-    try:
-        value: object = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return value
+    with suppress(ValueError, RecursionError):
+        return json.loads(line)
+    return None

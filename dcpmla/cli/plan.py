@@ -71,7 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Predict, print, write."""
-    check_outputs(args.json, args.plot, _inputs(args))
+    measured = [args.measured] if args.measured else []
+    inputs = [args.model, args.model / "config.json", *map(Path, args.machine.split(",")), *measured]
+    check_outputs(args.json, args.plot, inputs)
     check_sizes(args.kv_offloading_size, args.kv_offloading_disk_size)
     model = load_model_size(args.model).with_expert_dtype(args.expert_dtype)
     machine = load_machine(args.machine, model)
@@ -154,12 +156,6 @@ def load_machine(layers: str, model: ModelSize) -> Machine:
         else:
             machine = change_machine(machine, content, Path(layer).stem)
     return machine
-
-
-def _inputs(args: argparse.Namespace) -> list[Path]:
-    """Return the files that the command reads, and the model's directory."""
-    measured = [args.measured] if args.measured else []
-    return [args.model, args.model / "config.json", *map(Path, args.machine.split(",")), *measured]
 
 
 def _settings(args: argparse.Namespace, model: ModelSize) -> list[Setting]:

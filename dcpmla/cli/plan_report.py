@@ -24,6 +24,7 @@ def report(
     args: argparse.Namespace, machine: Machine, model: ModelSize, plans: Sequence[Plan], best: Plan | None, reason: str
 ) -> list[str]:
     """Return the lines to print."""
+    parts, has_replicas = _parts(plans), any(plan.num_replicas > 1 for plan in plans)
     formats = ", ".join({f"{plan.kv_cache_dtype} {plan.kv_bytes_per_token:,}": None for plan in plans})
     gpus = f"nodes of {machine.gpus_per_node} GPUs with {machine.memory_bytes / 2**30:.0f} GiB"
     left = f"{machine.workspace_share:.0%} of it left to activations and workspaces"
@@ -35,7 +36,8 @@ def report(
         shares = "each replica of the TP group takes its share of the requests"
         lines.append(f"{args.num_gpus:,} GPUs in {plans[0].num_nodes:,} nodes; {shares}")
     verdict = "none" if best is None else str(best)
-    lines += ["", *_table(plans), "", *_capacity(machine, model, plans), "", f"recommended: {verdict}. {reason}"]
+    table = align([_cells(plan, parts, has_replicas) for plan in plans])
+    lines += ["", *table, "", *_capacity(machine, model, plans), "", f"recommended: {verdict}. {reason}"]
     return [*lines, *(f"note: {note}" for note in _notes(args, machine, model, plans))]
 
 
@@ -53,20 +55,15 @@ def _notes(args: argparse.Namespace, machine: Machine, model: ModelSize, plans: 
     return notes
 
 
-def _table(plans: Sequence[Plan]) -> list[str]:
-    """Return aligned columns: contents of a rank, capacity, the step and its parts in milliseconds, and the context at
-    which DCP starts to win. Plans that do not fit have no times.
-    """
-    parts, has_replicas = _parts(plans), any(plan.num_replicas > 1 for plan in plans)
-    return align([_cells(plan, parts, has_replicas) for plan in plans])
-
-
 def _parts(plans: Sequence[Plan]) -> list[str]:
     """Return the names of a step's parts, none if no plan fits."""
     return next(([part for part in plan.step_us if part != "total"] for plan in plans if plan.fits), [])
 
 
 def _cells(plan: Plan, parts: Sequence[str], has_replicas: bool) -> dict[str, str]:
+    """Return a line of the table: contents of a rank, capacity, the step and its parts in milliseconds, and the context
+    at which DCP starts to win. Plans that do not fit have no times.
+    """
     crossover = "-"
     if plan.crossover:
         context = plan.crossover["context_at_batch"]

@@ -158,8 +158,7 @@ def _start_frontend(options: ServeOptions, model: str) -> Frontend | None:
     check_template_sandbox()
     name, template = options.served_model_name or model, _read_template(options.chat_template)
     settings = Settings(**vars(options), name=name, template=template)
-    listener = listen(options.host, options.port)
-    with listener:
+    with listen(options.host, options.port) as listener:
         return Frontend(partial(serve_http, listener=listener, settings=settings), listener)
 
 

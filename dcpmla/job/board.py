@@ -11,7 +11,7 @@ from typing import NamedTuple, Self, TypeVar
 
 import torch.distributed as dist
 
-from dcpmla.job.faults import Ages, Post, read_post
+from dcpmla.job.faults import Post, read_post
 
 BEAT = 0.5  # seconds between two posts of a rank
 LOOK = 2.0  # seconds between two reads of all posts: a rank without a post in between is missing
@@ -41,7 +41,8 @@ class Board:
     Once the store is lost, nothing is written or read any more: its client does not reconnect.
 
     Args:
-        timeout: Seconds between two reads after which the reader was stopped (`Ages`).
+        timeout: Seconds between two reads after which the reader was stopped. Posts that arrived meanwhile count from
+            the earlier read.
     Attributes:
         is_lost: Whether the store is lost.
         answered_at, read_at: Times of the store's last answer and of the last read of all posts.
@@ -49,9 +50,10 @@ class Board:
 
     def __init__(self, store: dist.Store, rank: int, num_ranks: int, timeout: float) -> None:
         self._store = dist.PrefixStore("watchdog", store.clone())  # type: ignore[attr-defined]
-        self._rank, self._ages = rank, Ages(timeout)
+        self._rank, self._timeout = rank, timeout
         self._posts: list[Post | None] = [None] * num_ranks
-        self.is_lost, self.answered_at, self.read_at = False, time.monotonic(), -math.inf
+        self._arrived = [math.inf] * num_ranks  # times of the ranks' last new posts
+        self.is_lost, self.answered_at, self.read_at = False, time.monotonic(), time.monotonic() - 2 * LOOK
 
     def write(self, post: Post) -> None:
         """Write this rank's post."""
@@ -62,8 +64,11 @@ class Board:
         return self._ask(self._read_posts, [])
 
     def ages(self) -> list[float]:
-        """Return the seconds since each rank's last new post."""
-        return [self._ages.read(rank, time.monotonic()) for rank in range(len(self._posts))]
+        """Return the seconds since each rank's last new post arrived, zero for a rank that was never seen.
+
+        Times are those of the reader's own monotonic clock, because hosts' clocks differ.
+        """
+        return [max(0.0, time.monotonic() - arrived) for arrived in self._arrived]
 
     def read_claim(self) -> Claim | None:
         """Return the claim of the rank that ends the job; None while no rank does."""
@@ -86,12 +91,15 @@ class Board:
         written = keys if self._store.check(keys) else [key for key in keys if self._store.check([key])]
         posts = dict(zip(written, self._store.multi_get(written), strict=True))
         # A value that is no post counts as silence: its rank writes the next post soon, if it is alive.
+        before, now = self._posts, time.monotonic()
         self._posts = [
-            (read_post(posts[key]) or last) if key in posts else None
-            for key, last in zip(keys, self._posts, strict=True)
+            (read_post(posts[key]) or last) if key in posts else None for key, last in zip(keys, before, strict=True)
         ]
-        self.read_at = time.monotonic()
-        self._ages.note(self._posts, self.read_at)
+        arrived = self.read_at if now - self.read_at > self._timeout else now
+        for rank, (last, post) in enumerate(zip(before, self._posts, strict=True)):
+            if post and (last is None or last.beat != post.beat):
+                self._arrived[rank] = arrived
+        self.read_at = now
         return self._posts
 
     def _claim(self, own: Claim) -> Claim:

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import math
 import re
 import traceback
 from collections import defaultdict
@@ -85,31 +84,6 @@ def find_missing(before: Sequence[Post | None], after: Sequence[Post | None]) ->
     ]
 
 
-class Ages:
-    """Seconds since each rank's last new post arrived, by the reader's own monotonic clock: hosts' clocks differ.
-
-    Args:
-        timeout: Seconds between two reads after which the reader was stopped. Posts that arrived meanwhile count from
-            the earlier read.
-    """
-
-    def __init__(self, timeout: float) -> None:
-        self._timeout, self._read_at = timeout, math.inf
-        self._seen: dict[int, tuple[int, float]] = {}
-
-    def note(self, posts: Sequence[Post | None], now: float) -> None:
-        """Record a read of all posts at the time `now`."""
-        arrived = self._read_at if now - self._read_at > self._timeout else now
-        self._read_at = now
-        for rank, post in enumerate(posts):
-            if post and self._seen.get(rank, (None,))[0] != post.beat:
-                self._seen[rank] = post.beat, arrived
-
-    def read(self, rank: int, now: float) -> float:
-        """Return a rank's age at the time `now`; zero for a rank that was never seen."""
-        return now - self._seen[rank][1] if rank in self._seen else 0.0
-
-
 def describe_missing(missing: Sequence[int], posts: Sequence[Post | None], ages: Sequence[float]) -> str:
     """Describe the missing ranks, when and where the first was last seen, and what to do."""
     last = posts[missing[0]]
@@ -129,7 +103,7 @@ def blame(
         posts: Last posts by rank; None for a rank that never came.
         missing: Ranks that no longer post.
         timeout: Seconds without a post after which a rank is given up.
-        ages: Seconds since each rank's last new post (`Ages`).
+        ages: Seconds since each rank's last new post (`Board.ages`).
     """
     mine = posts[rank]
     assert mine is not None

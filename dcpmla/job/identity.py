@@ -2,10 +2,11 @@
 
 import json
 import re
-from dataclasses import asdict, dataclass, fields
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 
-_FORMAT = re.compile(rb"dcpmla job ([0-9a-f]{64}) (\{.{,4000}\})", re.DOTALL)
+_FORMAT = re.compile(rb"dcpmla job [0-9a-f]{64} (\{.{,4000}\})", re.DOTALL)
 
 
 class StrangerError(ConnectionError):
@@ -41,16 +42,12 @@ class JobIdentity:
 
     def differences(self, other: "JobIdentity") -> list[str]:
         """List the fields in which another job differs, with both values."""
-        names = [field.name for field in fields(self)]
-        return [
-            f"{name} {getattr(other, name)!r} there, {getattr(self, name)!r} here"
-            for name in names
-            if getattr(self, name) != getattr(other, name)
-        ]
+        here, there = asdict(self), asdict(other)
+        return [f"{name} {there[name]!r} there, {here[name]!r} here" for name in here if here[name] != there[name]]
 
     def is_same_start(self, other: "JobIdentity") -> bool:
         """Return whether both are one job, before and after a restart that may have changed the number of ranks."""
-        return [line.split()[0] for line in self.differences(other)] in ([], ["num_ranks"])
+        return replace(other, num_ranks=self.num_ranks) == self
 
     def _text(self) -> str:
         return json.dumps(asdict(self))
@@ -63,10 +60,8 @@ def unpack(message: bytes) -> JobIdentity:
         StrangerError: The message has another format, or its digest is wrong.
     """
     match = _FORMAT.fullmatch(message)
-    try:
-        identity = JobIdentity(**json.loads(match[2])) if match else None
-    except (ValueError, TypeError):
-        identity = None
-    if match is None or identity is None or identity.digest.encode() != match[1]:
-        raise StrangerError(f"its identity is not a dcpmla job's: {message[:40]!r}")
-    return identity
+    with suppress(ValueError, TypeError, RecursionError):
+        identity = JobIdentity(**json.loads(match[1] if match else b""))
+        if identity.pack().encode() == message:
+            return identity
+    raise StrangerError(f"its identity is not a dcpmla job's: {message[:40]!r}")

@@ -6,9 +6,10 @@ pair are refused.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 
+from dcpmla.fields import whole
 from dcpmla.job.identity import JobIdentity
 from dcpmla.job.launch_info import LaunchInfo
 from dcpmla.job.mpi import meet_over_mpi
@@ -51,8 +52,7 @@ def claimed_rank(env: Environment) -> str | None:
 
 
 def _torchrun(env: Environment) -> LaunchInfo:
-    missing = [name for name in _TORCHRUN if name not in env]
-    if missing:
+    if missing := [name for name in _TORCHRUN if name not in env]:
         found = next(name for name in _TORCHRUN if name in env)
         raise ValueError(
             f"{found} is set, but not {', '.join(missing)}; set all of {', '.join(_TORCHRUN)} as torchrun does, or none"
@@ -74,7 +74,9 @@ def _torchrun(env: Environment) -> LaunchInfo:
 
 def _check_agents(env: Environment, rank: int, num_ranks: int) -> None:
     """Check that another launcher's tasks are torchrun's agents (one a host) or these very ranks."""
-    for rank_name, size_name in _claims(env):
+    for rank_name, size_name in (*_MPIRUN, *([_SRUN] if _is_srun(env) else [])):
+        if rank_name not in env and size_name not in env:
+            continue
         size = _number(env, size_name, 1)
         outer_rank = _number(env, rank_name, 0, size - 1)
         if size == 1 or env.get("GROUP_WORLD_SIZE") == str(size) or (outer_rank, size) == (rank, num_ranks):
@@ -84,11 +86,6 @@ def _check_agents(env: Environment, rank: int, num_ranks: int) -> None:
             f"{outer_rank} and {size_name} {size}; start the ranks with one of them, or torchrun once a host (with "
             f"--nnodes {size})"
         )
-
-
-def _claims(env: Environment) -> Iterator[tuple[str, str]]:
-    pairs = [*_MPIRUN, *([_SRUN] if _is_srun(env) else [])]
-    yield from (pair for pair in pairs if any(name in env for name in pair))
 
 
 def _is_mpirun(env: Environment) -> bool:
@@ -174,10 +171,7 @@ def _srun_address(env: Environment) -> tuple[str, int]:
 
 
 def _number(env: Environment, name: str, lowest: int, highest: int | None = None) -> int:
-    text = env.get(name)
-    allowed = f"of at least {lowest}" if highest is None else f"in [{lowest}, {highest}]"
-    if text is None:
-        raise ValueError(f"{name} is not set; it must be a whole number {allowed}")
-    if not re.fullmatch(r"[0-9]+", text) or int(text) < lowest or (highest is not None and int(text) > highest):
-        raise ValueError(f"{name} is {text!r}; it must be a whole number {allowed}")
+    rule, text = whole(lowest, highest), env.get(name)
+    if text is None or not re.fullmatch(r"[0-9]+", text) or not rule.holds(int(text)):
+        raise ValueError(f"{name} is {'not set' if text is None else repr(text)}; it must be {rule.words}")
     return int(text)

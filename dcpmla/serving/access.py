@@ -1,6 +1,7 @@
 """Access to the server: the keys of clients and of other servers, and web pages of other origins."""
 
 import hmac
+from collections.abc import Mapping
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -10,62 +11,54 @@ from dcpmla.serving.settings import Settings
 
 _OPEN = ("/health", "/ping")
 _OF_SERVERS = "/kv/"
+# Names of the keys in errors, and the errors' codes.
+_API_KEY = "the server's API key", "invalid_api_key"
+_OF_SERVERS_KEY = "the key of servers (--transfer-key)", "invalid_transfer_key"
 
 
 def guarded(app: ASGIApp, settings: Settings) -> ASGIApp:
     """Return an application that requires the keys, and sends answers to web pages of allowed origins.
 
-    A browser's preflight request has no key and needs none. Without a key, pages of other origins are refused, and
-    so are requests for hosts that `settings.own_names` does not have: a page's own name may lead here, too.
+    A browser's preflight request has no key and needs none.
     """
-    app = _with_keys(app, settings.api_key, settings.server_key)
-    if settings.api_key is None and "*" not in settings.origins:
-        app = _without_pages(app, settings)
-    return CORSMiddleware(app, allow_origins=settings.origins, allow_methods=["*"], allow_headers=["*"])
+
+    async def check(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope.get("headers", []))
+        refused = _page_error(headers, settings) or _key_error(scope, headers, settings)
+        await (app if refused is None else refused.response(scope["path"]))(scope, receive, send)
+
+    return CORSMiddleware(check, allow_origins=settings.origins, allow_methods=["*"], allow_headers=["*"])
 
 
-def _with_keys(app: ASGIApp, api_key: str | None, server_key: str | None) -> ASGIApp:
-    """Return an application that asks for a key, except on routes of a server's health: on the routes for other servers
-    for the key of servers, on all others for the API key. None is no key.
+def _page_error(headers: Mapping[bytes, bytes], settings: Settings) -> ApiError | None:
+    """Return the error of a request by a web page, as the headers that browsers send show it.
+
+    Without a key, pages of other origins are refused, and so are requests for hosts that `settings.own_names` does not
+    have: a page's own name may lead here, too.
+    """
+    if settings.api_key is not None or "*" in settings.origins:
+        return None
+    origin, host = headers.get(b"origin"), headers.get(b"host", b"")
+    name = host.rpartition(b":")[0] if host.rpartition(b":")[2].isdigit() else host
+    if origin is not None and origin not in {each.encode() for each in settings.origins}:
+        return ApiError(403, "web pages of this origin may not use the server (--allowed-origins)")
+    if settings.own_names and name and name.lower() not in {each.encode() for each in settings.own_names}:
+        return ApiError(403, "give the server a key (--api-key), or call it by a name of its own host (--host)")
+    return None
+
+
+def _key_error(scope: Scope, headers: Mapping[bytes, bytes], settings: Settings) -> ApiError | None:
+    """Return the error of a request without its key: on the routes for other servers the key of servers, on all others
+    but the routes of a server's health the API key. None is no key.
 
     Clients of OpenAI's API and servers give it as a bearer, clients of Anthropic's in a header of its own.
     """
-    words = "Authorization: Bearer KEY, or x-api-key"
-    refused = ApiError(401, f"give the server's API key: {words}", code="invalid_api_key")
-    stranger = ApiError(401, f"give the key of servers (--transfer-key): {words}", code="invalid_transfer_key")
-
-    async def check_key(scope: Scope, receive: Receive, send: Send) -> None:
-        is_open = scope["type"] != "http" or scope["path"] in _OPEN
-        is_of_servers = not is_open and scope["path"].startswith(_OF_SERVERS)
-        key, error = (server_key, stranger) if is_of_servers else (api_key, refused)
-        is_allowed = is_open or key is None or _has_key(scope, key.encode())
-        await (app if is_allowed else error.response(scope["path"]))(scope, receive, send)
-
-    return check_key
-
-
-def _without_pages(app: ASGIApp, settings: Settings) -> ASGIApp:
-    """Return an application that refuses web pages of other origins, by the headers that browsers send."""
-    origins = {origin.encode() for origin in settings.origins}
-    hosts = {name.encode() for name in settings.own_names}
-
-    async def check_page(scope: Scope, receive: Receive, send: Send) -> None:
-        headers = dict(scope.get("headers", []))
-        origin, host = headers.get(b"origin"), headers.get(b"host", b"")
-        name = host.rpartition(b":")[0] if host.rpartition(b":")[2].isdigit() else host
-        refused = None
-        if origin is not None and origin not in origins:
-            refused = ApiError(403, "web pages of this origin may not use the server (--allowed-origins)")
-        elif hosts and name and name.lower() not in hosts:
-            words = "give the server a key (--api-key), or call it by a name of its own host (--host)"
-            refused = ApiError(403, words)
-        await (app if refused is None else refused.response(scope["path"]))(scope, receive, send)
-
-    return check_page
-
-
-def _has_key(scope: Scope, key: bytes) -> bool:
-    """Return whether a request has a key."""
-    headers = dict(scope.get("headers", []))
-    expected = ((b"authorization", b"Bearer " + key), (b"x-api-key", key))
-    return any([hmac.compare_digest(headers.get(name, b""), value) for name, value in expected])
+    is_of_servers = scope["path"].startswith(_OF_SERVERS)
+    key = settings.server_key if is_of_servers else settings.api_key
+    if scope["path"] in _OPEN or key is None:
+        return None
+    expected = ((b"authorization", b"Bearer " + key.encode()), (b"x-api-key", key.encode()))
+    if any([hmac.compare_digest(headers.get(name, b""), value) for name, value in expected]):
+        return None
+    name, code = _OF_SERVERS_KEY if is_of_servers else _API_KEY
+    return ApiError(401, f"give {name}: Authorization: Bearer KEY, or x-api-key", code=code)

@@ -1,6 +1,5 @@
 """The HTTP API: its routes over an engine."""
 
-import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,6 +7,7 @@ from functools import cached_property, partial
 from importlib import metadata
 from typing import Any, TypeVar
 
+from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -28,7 +28,7 @@ from dcpmla.serving.client import Engine
 from dcpmla.serving.connections import Limits
 from dcpmla.serving.engine_limits import check_params
 from dcpmla.serving.errors import ApiError, wrong
-from dcpmla.serving.handoffs import HandoffRoutes
+from dcpmla.serving.handoffs import Handoffs
 from dcpmla.serving.prefills import Prefills
 from dcpmla.serving.prompts import Prompt, Texts
 from dcpmla.serving.protocol import CompletionBody, DetokenizeBody
@@ -37,7 +37,6 @@ from dcpmla.serving.receive import Receiver
 from dcpmla.serving.replies import EventStream, Reply, WholeAnswer, collect, events, under
 from dcpmla.serving.responses_body import ResponsesBody
 from dcpmla.serving.responses_reply import ResponsesReply
-from dcpmla.serving.router import Router
 from dcpmla.serving.settings import Settings
 from dcpmla.serving.slices import MAX_ENTRIES, check_entries
 from dcpmla.serving.structured import GrammarChecks
@@ -58,9 +57,7 @@ class Api:
         self._engine, self._settings, self._created = engine, settings, int(time.time())
         self._receiver = Receiver(engine, limits)
         self._worker, self._checks = worker, GrammarChecks(worker)
-        secret = secrets.token_hex()
-        self._handoffs = HandoffRoutes(engine, settings, self._receiver, self._checks, secret)
-        self._router = Router(engine, settings, prefills, secret)
+        self._handoffs = Handoffs(engine, settings, self._receiver, self._checks, prefills)
 
     def app(self) -> ASGIApp:
         """Return the application."""
@@ -78,7 +75,8 @@ class Api:
             Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
-            *self._handoffs.routes(),
+            Route("/kv/connect", self._handoffs.connect, methods=["POST"]),
+            Route("/kv/prefill", self._handoffs.prefill, methods=["POST"]),
         ]
         app = Starlette(
             routes=routes,
@@ -93,7 +91,7 @@ class Api:
 
     async def metrics(self, request: Request) -> Response:
         """Return the measurements."""
-        return Response(self._engine.metrics.text(), media_type="text/plain; version=0.0.4")
+        return Response(generate_latest(self._engine.metrics.registry), media_type="text/plain; version=0.0.4")
 
     async def version(self, request: Request) -> Response:
         """Return the version of this package."""
@@ -231,8 +229,8 @@ class Api:
             sum(lengths) * reply.num_choices, params.prompt_logprobs, num_new * reply.num_choices, params.logprobs
         )
         salt = body.cache_salt or ""
-        move = self._router.move(body.sampling.kv_transfer_params, reply.prompts, reply.num_choices, salt)
-        ending = self._router.ending(reply.prompts[0].token_ids, move, request.url, salt)
+        move = self._handoffs.move(body.sampling.kv_transfer_params, reply.prompts, reply.num_choices, salt)
+        ending = self._handoffs.ending(reply.prompts[0].token_ids, move, request.url, salt)
         generation = self._engine.submit(
             [prompt.token_ids for prompt in reply.prompts],
             params.for_prompt(0) if move.handoff else params,
@@ -257,5 +255,5 @@ class Api:
                 found = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
             case _:
                 found = ApiError(500, "the server has made a mistake; its log says more")
-        self._engine.metrics.refused(found.status)
+        self._engine.metrics.refused.labels(str(found.status)).inc()
         return found.response(request.url.path)

@@ -4,7 +4,7 @@ import asyncio
 import time
 from asyncio import StreamReader
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from pathlib import Path
@@ -40,7 +40,7 @@ from dcpmla.serving.outbox import Outbox
 from dcpmla.serving.reading import RequestText
 
 _SILENCE = 10.0  # seconds without a step after which the ranks count as stuck
-_MOMENT = 0.1  # seconds in which the work for clients that have just left ends
+_MOMENT = 0.1  # seconds in which the work for clients that have just left ends, and between two looks at the rest
 _RETRY_AFTER = {"Retry-After": "1"}  # seconds
 WAITING_TOKENS = 1 << 23  # Limit of open requests' prompt tokens beyond the cache's capacity.
 
@@ -80,11 +80,6 @@ class Engine:
         """Return whether every rank has taken part in a step, just now, and new requests are taken."""
         is_open = self.prepared is not None and not self.drain.is_set() and not self.has_failed
         return is_open and time.monotonic() - self._last < _SILENCE
-
-    @property
-    def num_open(self) -> int:
-        """Requests that are not finished."""
-        return len(self._open)
 
     @property
     def link(self) -> Connect | None:
@@ -180,7 +175,7 @@ class Engine:
             if prepared.tokenizer is not None:
                 generation.texts |= {each: RequestText(prepared.tokenizer, own, prompt) for each in request_ids}
             self.outbox.submit(Submit(request_ids, seeds, prompt, own, cache_salt, move))
-            self.metrics.submitted(len(prompt) * num_choices)
+            self.metrics.prompt_tokens.inc(len(prompt) * num_choices)
         return generation
 
     def abandon(self, generation: "Generation") -> None:
@@ -188,7 +183,7 @@ class Engine:
         unfinished = [request_id for request_id in generation.indices if request_id in self._open]
         for request_id in unfinished:
             self._end(request_id)
-            self.metrics.finished("abort")
+            self.metrics.requests.labels("abort").inc()
         self.outbox.abort(unfinished)
         self._num_tokens -= generation.num_tokens
         generation.num_tokens = 0
@@ -202,8 +197,13 @@ class Engine:
         self.outbox.abort([request_id])
         self._end(request_id).take(Output(request_id, error=reason))
 
-    def close(self) -> None:
-        """Abort all requests, and let the ranks end."""
+    async def finish(self, seconds: float) -> None:
+        """Once the job is to stop, leave open requests some seconds, then abort them, and let the ranks end."""
+        await self.drain.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._open:
+                    await asyncio.sleep(_MOMENT)
         self.outbox.abort(self._open)
         self._end_all("abort")
         self.outbox.send(Close())
@@ -261,7 +261,7 @@ class Engine:
             if text is not None and not output.error:
                 output = text.read(output)
                 if output.finish_reason and not has_ended:
-                    self.outbox.send(Stop(request_id, text.num_tokens))
+                    self.outbox.send(Stop(request_id, text.stream.num_tokens))
                 elif num_tokens := text.news():
                     seen[request_id] = num_tokens
             if output.finish_reason or output.error:

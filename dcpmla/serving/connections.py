@@ -58,11 +58,10 @@ class FewLines(logging.Filter):
         """Return whether a line is written; the last one of a minute says that others are left out."""
         if record.created >= self._minute + 60:
             self._minute, self._num_lines = record.created, Counter()
-        self._num_lines[record.msg] += 1
-        if self._num_lines[record.msg] == _MOST_LINES:
+        number = self._num_lines[record.msg] = self._num_lines[record.msg] + 1
+        if number == _MOST_LINES:
             record.msg = f"{record.msg} (Lines like this one are left out for a minute.)"
-            return True
-        return self._num_lines[record.msg] < _MOST_LINES
+        return number <= _MOST_LINES
 
 
 class Connection(HttpToolsProtocol):

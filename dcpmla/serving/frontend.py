@@ -1,4 +1,4 @@
-"""The first rank's end of the HTTP process: its start, and two threads that move messages.
+"""The first rank's end of the HTTP process: its start and end, and two threads that move messages.
 
 Neither side waits for the other: a thread sends the engine's messages, another one queues the process's commands, and
 the engine reads that queue once a step. The process limits the bytes of commands (`Outbox`).
@@ -6,22 +6,25 @@ the engine reads that queue once a step. The process limits the bytes of command
 
 import errno
 import os
+import select
 import signal
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
+from typing import NoReturn
 
-from dcpmla.serving.guard import guard
+from dcpmla.serving.forks import fork
 from dcpmla.serving.messages import LENGTH, Message, pack
 
 SILENCE = 60  # seconds without a byte from the process, after which it counts as stuck
 _FAREWELL = 10.0  # seconds that the process has for its last answers, after the ranks have stopped
 _PORT_WAIT = 15.0  # seconds that an earlier run may take to close the port
+_LAST_SECONDS = 15.0  # time for its last answers after the first rank's end; a busy host needs more than a few
 _READ_BYTES = 1 << 20
 
 
@@ -41,20 +44,20 @@ class Frontend:
         self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._socket, theirs = socket.socketpair()
         guards_end, self._lifeline = os.pipe()  # ends with this process: no other holds the writing end
-        self._pid = os.fork()
-        if self._pid == 0:
-            try:
-                self._socket.close()  # otherwise the process would not notice this one's end
-                os.close(self._lifeline)
-                guard(partial(main, theirs), (theirs, listener), guards_end)
-            finally:
-                os._exit(1)
+
+        def run() -> None:
+            self._socket.close()  # otherwise the process would not notice this one's end
+            os.close(self._lifeline)
+            _guard(partial(main, theirs), (theirs, listener), guards_end)
+
+        self._pid = fork(run)
+        self._process = os.pidfd_open(self._pid)
         theirs.close()
         os.close(guards_end)
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
-        self._inbox: SimpleQueue[bytes | None] = SimpleQueue()
+        self._inbox: SimpleQueue[bytes | None] = SimpleQueue()  # None is the end
         self._next: list[bytes | None] = []  # taken from the inbox while the engine was idle
-        self._is_silent = False
+        self._silence = ""  # words on a process that is silent
         self.num_taken = 0  # bytes of commands
 
     def start(self) -> None:
@@ -85,7 +88,7 @@ class Frontend:
             while True:
                 packed.append(self._inbox.get_nowait())
         if None in packed:
-            raise RuntimeError(f"the HTTP process {self._end()}")
+            raise RuntimeError(f"the HTTP process {self._silence or self._end()}")
         commands = b"".join(command for command in packed if command is not None)
         self.num_taken += len(commands)
         return commands
@@ -98,11 +101,10 @@ class Frontend:
             self._socket.shutdown(socket.SHUT_WR)
         self._await_end()
         os.close(self._lifeline)
+        os.close(self._process)
 
     def _end(self) -> str:
-        """Describe the end of the process, whose end of the socket is closed, or its silence."""
-        if self._is_silent:
-            return f"was silent for {SILENCE} s: it is stopped or stuck"
+        """Describe the end of the process, whose end of the socket is closed."""
         code = self._await_end() or 0
         if code > 128:
             return f"was killed by {signal.Signals(code - 128).name}, by hand or for want of memory"
@@ -110,14 +112,10 @@ class Frontend:
 
     def _await_end(self) -> int | None:
         """Wait a while for the guard's end, and return its exit code; None if it still runs, or was waited for."""
-        until = time.monotonic() + _FAREWELL
         with suppress(ChildProcessError):
-            while time.monotonic() < until:
-                pid, status = os.waitpid(self._pid, os.WNOHANG)
-                if pid:
-                    code = os.waitstatus_to_exitcode(status)
-                    return code if code >= 0 else 128 - code
-                time.sleep(0.05)
+            if select.select([self._process], [], [], _FAREWELL)[0]:
+                code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+                return code if code >= 0 else 128 - code
         return None
 
     def _write(self) -> None:
@@ -133,7 +131,7 @@ class Frontend:
                 if length:  # otherwise it is a BEAT
                     self._inbox.put(head + self._receive(length))
         except BlockingIOError:
-            self._is_silent = True
+            self._silence = f"was silent for {SILENCE} s: it is stopped or stuck"
         except (OSError, EOFError):
             pass
         finally:
@@ -153,6 +151,30 @@ class Frontend:
                 raise EOFError
             received += part
         return bytes(received)
+
+
+def _guard(main: Callable[[], object], sockets: Sequence[socket.socket], owner: int) -> NoReturn:
+    """Run a function in a child process and end as it does, with the exit code 128 + n for signal n.
+
+    The child is killed a while after the first rank's end: if it were stopped or stuck, it would keep the port, and no
+    restarted job could listen there.
+
+    Args:
+        main: Function of the child.
+        sockets: The child's sockets, which this process closes.
+        owner: Reading end of a pipe that ends with the first rank, the only holder of its writing end.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # Launchers send them to all processes; the ranks decide.
+    pid = fork(main)
+    child = os.pidfd_open(pid)
+    for each in sockets:
+        each.close()
+    ended, _, _ = select.select([child, owner], [], [])
+    if child not in ended and not select.select([child], [], [], _LAST_SECONDS)[0]:
+        os.kill(pid, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os._exit(code if code >= 0 else 128 - code)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import logging
-import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from dcpmla.serving.app import Api
 from dcpmla.serving.background import prepare
 from dcpmla.serving.client import Engine
 from dcpmla.serving.connections import Connection, FewLines, Limits, limit_connections
+from dcpmla.serving.messages import BEAT
 from dcpmla.serving.metrics import Metrics
 from dcpmla.serving.outbox import Outbox
 from dcpmla.serving.prefills import Prefills
@@ -24,7 +24,6 @@ from dcpmla.serving.settings import Settings
 from dcpmla.serving.worker import Worker
 
 _FLUSH = 3  # Seconds for the remaining answers at the end.
-_POLL = 0.1
 _BEAT = 5.0  # Seconds between two signs of life for the first rank, which waits 60.
 
 
@@ -50,8 +49,6 @@ def serve_http(
         settings: Options of the server.
         limits: Limits of each client.
     """
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # launchers send them to all processes; the ranks decide
     gc.collect()
     gc.freeze()  # Otherwise a garbage collection scans every import, and no client is answered for 0.15 s.
     limits = limit_connections(limits or Limits())
@@ -70,7 +67,7 @@ async def _serve(
 ) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
     engine = Engine(reader, Outbox(writer), settings.max_waiting, Metrics())
-    tasks = [asyncio.create_task(_drain(engine, settings.drain_seconds)), asyncio.create_task(_beat(engine.outbox))]
+    tasks = [asyncio.create_task(engine.finish(settings.drain_seconds)), asyncio.create_task(_beat(writer))]
     prefills = None
     if settings.prefill_servers:
         prefills = Prefills(settings.prefill_servers, engine, settings.server_key)
@@ -97,17 +94,8 @@ async def _serve(
         await serving
 
 
-async def _beat(outbox: Outbox) -> None:
+async def _beat(writer: asyncio.StreamWriter) -> None:
     """Show the first rank that this process is neither stopped nor stuck."""
     while True:
-        outbox.beat()
+        writer.write(BEAT)
         await asyncio.sleep(_BEAT)
-
-
-async def _drain(engine: Engine, seconds: float) -> None:
-    """Once the job is to stop, leave open requests some seconds, then let the ranks end."""
-    await engine.drain.wait()
-    until = asyncio.get_running_loop().time() + seconds
-    while engine.num_open and asyncio.get_running_loop().time() < until:
-        await asyncio.sleep(_POLL)
-    engine.close()

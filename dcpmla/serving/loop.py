@@ -33,7 +33,6 @@ from dcpmla.serving.messages import (
     Wanted,
     unpack_commands,
 )
-from dcpmla.serving.totals import totals_of
 from dcpmla.transfer.transport import Peer
 
 _logger = logging.getLogger(__name__)
@@ -68,7 +67,8 @@ class ServingLoop:
         while not self._is_closed or self._engine.has_requests:
             if self._frontend is not None and not self._engine.has_requests:
                 self._frontend.wait(_POLL if self._engine.has_transfers else _IDLE)
-            self._engine.post(self._news())
+            commands = b"" if self._frontend is None else self._frontend.take()
+            self._engine.post(News(commands, is_told=self._told.is_set() and not self._is_draining))
             try:
                 events = self._engine.step()
                 self._follow(events.news)
@@ -95,11 +95,6 @@ class ServingLoop:
                 reason = None if isinstance(request.error, ValueError) else "error"  # the client's mistake, or not
                 output = Output(int(request.request_id), finish_reason=reason, error=str(request.error))
                 self._outputs.append(output)
-
-    def _news(self) -> News:
-        """Return the commands that have come, if this is the first rank, and whether this rank is to stop."""
-        is_told = self._told.is_set() and not self._is_draining
-        return News(b"" if self._frontend is None else self._frontend.take(), is_told)
 
     def _follow(self, news: News) -> None:
         """Follow the first rank's commands, and a signal to any rank."""
@@ -217,7 +212,7 @@ class ServingLoop:
                 num_running=len(engine.scheduler.running),
                 num_waiting=len(engine.scheduler.waiting),
                 cache_use=engine.cache_use(),
-                totals=totals_of(engine),
+                totals=_totals(engine),
                 readers=[] if engine.handoffs is None else engine.handoffs.readers,
                 num_unseen=max((len(tokens) - num for tokens, num in num_seen if num is not None), default=0),
             )
@@ -245,6 +240,26 @@ def started(engine: Engine, files: ModelFiles, link: Peer | None = None) -> Star
         no_grammars=engine.grammars.load(),
         link=None if link is None else Connect(*link),
     )
+
+
+def _totals(engine: Engine) -> dict[tuple[str, ...], float]:
+    """Return `Report.totals`."""
+    stats, handoffs = engine.stats, engine.handoffs
+    totals: dict[tuple[str, ...], float] = {
+        ("preemptions",): stats.num_preemptions,
+        ("draft_tokens",): stats.num_draft_tokens,
+        ("accepted_draft_tokens",): stats.num_accepted_tokens,
+    }
+    for labels, copies in () if engine.offload is None else engine.offload.totals().items():
+        totals |= {(f"kv_offload_{name}", *labels): total for name, total in vars(copies).items()}
+    for direction, side in () if handoffs is None else (("sent", handoffs.sent), ("received", handoffs.received)):
+        totals |= {
+            ("kv_transfer_bytes", direction): side.bytes,
+            ("kv_transfer_seconds", direction): side.seconds,
+            ("kv_transfer_requests", direction, "done"): side.num_done,
+            ("kv_transfer_requests", direction, "failed"): side.num_failed,
+        }
+    return totals
 
 
 def _taken(entries: list[TokenLogprobs]) -> tuple[TokenLogprobs, ...]:

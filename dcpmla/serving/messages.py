@@ -238,13 +238,9 @@ def merged(outputs: Sequence[Output]) -> list[Output]:
 
 def joined(parts: Sequence[Output]) -> Output:
     """Return the outputs of a request as one, in time proportional to their length."""
-    return parts[-1]._replace(
-        text="".join(part.text for part in parts),
-        token_ids=tuple(chain.from_iterable(part.token_ids for part in parts)),
-        logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
-        offsets=tuple(chain.from_iterable(part.offsets for part in parts)),
-        prompt_logprobs=tuple(chain.from_iterable(part.prompt_logprobs for part in parts)),
-    )
+    lists = ("token_ids", "logprobs", "offsets", "prompt_logprobs")
+    whole: dict[str, Any] = {name: tuple(chain.from_iterable(getattr(each, name) for each in parts)) for name in lists}
+    return parts[-1]._replace(text="".join(each.text for each in parts), **whole)
 
 
 class Report(Message, frozen=True):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from dcpmla.serving.messages import Output, Report
 
@@ -36,22 +36,29 @@ class Timings:
 
 
 class Metrics:
-    """Counters, gauges and histograms of one server, in a registry of their own."""
+    """Counters, gauges and histograms of one server, in a registry of their own.
+
+    Attributes:
+        requests: Finished requests, by the reason of their end.
+        refused: HTTP requests that got an error, by status.
+        prompt_tokens: Tokens of prompts.
+        local_prefills: Requests that no prefill server computes.
+    """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         counter = partial(Counter, namespace="dcpmla", registry=self.registry)
         gauge = partial(Gauge, namespace="dcpmla", registry=self.registry)
         histogram = partial(Histogram, namespace="dcpmla", buckets=_SECONDS, registry=self.registry)
-        self._requests = counter("requests", "Finished requests, by why they ended.", ["finish_reason"])
-        self._refused = counter("refused_requests", "HTTP requests that were refused, by status.", ["status"])
-        self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
+        self.requests = counter("requests", "Finished requests, by why they ended.", ["finish_reason"])
+        self.refused = counter("refused_requests", "HTTP requests that were refused, by status.", ["status"])
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
         self._cached_tokens = counter("cached_prompt_tokens", "Tokens of prompts that were cached already.")
         self._new_tokens = counter("generation_tokens", "New tokens.")
         self._totals = {name: counter(name, text, labels) for name, (text, *labels) in _TOTALS.items()}
         self._seen: dict[tuple[str, ...], float] = {}
         local = "Requests that no prefill server has computed, so this server does."
-        self._local = counter("kv_transfer_local_prefills", local)
+        self.local_prefills = counter("kv_transfer_local_prefills", local)
         self._running = gauge("requests_running", "Requests that hold blocks of the cache.")
         self._waiting = gauge("requests_waiting", "Requests that wait for blocks.")
         unseen = "New tokens of a request still to be searched for stop strings, of the request with most."
@@ -60,18 +67,6 @@ class Metrics:
         self._first_token = histogram("time_to_first_token_seconds", "Seconds from a request to its first token.")
         self._per_token = histogram("time_per_output_token_seconds", "Seconds per token after a request's first one.")
         self._end_to_end = histogram("request_seconds", "Seconds from a request to its last token.")
-
-    def submitted(self, num_tokens: int) -> None:
-        """Count a request's prompt."""
-        self._prompt_tokens.inc(num_tokens)
-
-    def refused(self, status: int) -> None:
-        """Count an HTTP request that got an error."""
-        self._refused.labels(str(status)).inc()
-
-    def finished(self, reason: str) -> None:
-        """Count a request that has ended."""
-        self._requests.labels(reason).inc()
 
     def state(self, report: Report) -> None:
         """Take the engine's state."""
@@ -85,10 +80,6 @@ class Metrics:
             counter.inc(total - self._seen.get(key, 0))
         self._seen |= report.totals
 
-    def computed_here(self) -> None:
-        """Count a request that no prefill server computes."""
-        self._local.inc()
-
     def observe(self, output: Output, timings: Timings, now: float) -> None:
         """Take a request's new tokens."""
         self._new_tokens.inc(output.num_tokens)
@@ -99,11 +90,7 @@ class Metrics:
         first, num_tokens = timings.first.get(output.request_id, (now, 0))
         timings.first[output.request_id] = first, num_tokens + output.num_tokens
         if output.finish_reason:
-            self.finished(output.finish_reason)
+            self.requests.labels(output.finish_reason).inc()
             self._end_to_end.observe(now - timings.submitted)
             if num_tokens:
                 self._per_token.observe((now - first) / num_tokens)
-
-    def text(self) -> bytes:
-        """Return all metrics in Prometheus's text format."""
-        return generate_latest(self.registry)

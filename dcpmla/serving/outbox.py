@@ -3,7 +3,7 @@
 from asyncio import StreamWriter
 from collections.abc import Collection
 
-from dcpmla.serving.messages import BEAT, Abort, Command, Submit, pack
+from dcpmla.serving.messages import Abort, Command, Submit, pack
 
 WINDOW = 4 << 20  # Bytes that are sent before the ranks take them, one command more than that at most.
 
@@ -35,10 +35,6 @@ class Outbox:
                 dropped.update(self._waiting.pop(first).request_ids)
         if sent := [request_id for request_id in request_ids if request_id not in dropped]:
             self.send(Abort(sent))
-
-    def beat(self) -> None:
-        """Show that this process runs."""
-        self._writer.write(BEAT)
 
     def take(self, num_bytes: int) -> None:
         """Continue after the ranks' report of the bytes that they took since the start."""

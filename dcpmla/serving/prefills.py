@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import Any
 from uuid import uuid4
 
 import httpx2
@@ -46,8 +45,7 @@ class PrefillServer:
         self.url, self.engine, self.secret, self.num_open = url, "", "", 0
         self._client, self._here = client, engine
         self._is_healthy = False
-        self._connecting = asyncio.Lock()
-        self._lost = asyncio.Event()  # the connected job is lost
+        self._waits = set[asyncio.Timeout]()  # of the prompts that it computes
         self._said = ""  # the latest line in the log
 
     @property
@@ -90,25 +88,21 @@ class PrefillServer:
             "params": request.params,
             "cache_salt": request.cache_salt or None,
         }
-        content = msgspec.json.encode(body)
-        answer = asyncio.ensure_future(self._ask(content))
-        tasks: list[asyncio.Future[Any]] = [answer, asyncio.ensure_future(self._lost.wait())]
         self.num_open += 1
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
-                raise ConnectionError("the server is lost")
-            return msgspec.convert(answer.result()["token"], TokenLogprobs)
+            async with asyncio.timeout(None) as wait:  # it ends when the server is lost
+                self._waits.add(wait)
+                return await self._ask(msgspec.json.encode(body))
+        except TimeoutError as error:
+            raise ConnectionError("the server is lost") from error
         except (httpx2.HTTPError, KeyError, TypeError, ValueError) as error:
             raise ConnectionError(f"{type(error).__name__}: {error}") from error
         finally:
             self.num_open -= 1
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            self._waits.discard(wait)
 
-    async def _ask(self, content: bytes) -> dict[str, Any]:
-        """Return the JSON object of a prompt's answer; raise what an error means."""
+    async def _ask(self, content: bytes) -> TokenLogprobs:
+        """Return the first token of a prompt; raise what an error means."""
         answer = await self._client.post(f"{self.url}/kv/prefill", content=content)
         if answer.status_code in _FINAL:
             raise RefusedPromptError(_reason(answer))
@@ -117,8 +111,7 @@ class PrefillServer:
             raise ConnectionError(_reason(answer))
         if answer.status_code != 200:
             raise ConnectionError(f"status {answer.status_code}: {_reason(answer)}")
-        fields: dict[str, Any] = answer.json()
-        return fields
+        return msgspec.convert(answer.json()["token"], TokenLogprobs)
 
     async def _connect(self) -> None:
         """Exchange layouts and agents with the server's job."""
@@ -136,7 +129,7 @@ class PrefillServer:
         except (KeyError, TypeError, ValueError) as error:
             self._say(f"its answer of /kv/connect is wrong: {error}")
             return
-        self.engine, self.secret, self._lost = other.engine, secret, asyncio.Event()
+        self.engine, self.secret = other.engine, secret
         self._here.outbox.send(other)
         self._say("connected")
 
@@ -147,7 +140,8 @@ class PrefillServer:
         if self.engine:
             self._here.outbox.send(Disconnect(self.engine))
             self.engine = ""
-            self._lost.set()
+            while self._waits:
+                self._waits.pop().reschedule(0)
 
     def _say(self, words: str) -> None:
         """Log a change once."""
@@ -221,7 +215,7 @@ class Prefills:
             task.cancel()
         server = self.choose(request)
         if server is None:
-            self._engine.metrics.computed_here()
+            self._engine.metrics.local_prefills.inc()
             self._engine.outbox.send(Lose(request_id, is_local=True))
             return
         self._tried.setdefault(request_id, []).append(server.url)

@@ -18,21 +18,16 @@ class RequestText:
         params: Parameters of the request.
         prompt_token_ids: Tokens of its prompt; the last few matter.
     Attributes:
-        num_tokens: New tokens so far.
+        stream: Text so far, and the number of its tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
-        self._stream = TextStream(tokenizer, params, prompt_token_ids)
+        self.stream = TextStream(tokenizer, params, prompt_token_ids)
         self._has_stop, self._num_told = bool(params.stop), 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Return the number of new tokens, up to a stop string."""
-        return self._stream.num_tokens
 
     def read(self, output: Output) -> Output:
         """Return an output of the ranks with its text and its tokens' offsets, cut and ended at a stop string."""
-        stream, offsets, num_before = self._stream, list[int](), self._stream.num_tokens
+        stream, offsets, num_before = self.stream, list[int](), self.stream.num_tokens
         if output.finish_reason:
             text = stream.end(output.token_ids, output.finish_reason == "stop", offsets)
         else:
@@ -51,7 +46,7 @@ class RequestText:
 
     def news(self) -> int:
         """Return the number of tokens without a stop string if the ranks need it now, else 0."""
-        if not self._has_stop or self.num_tokens - self._num_told < _NEWS_TOKENS:
+        if not self._has_stop or self.stream.num_tokens - self._num_told < _NEWS_TOKENS:
             return 0
-        self._num_told = self.num_tokens
-        return self.num_tokens
+        self._num_told = self.stream.num_tokens
+        return self.stream.num_tokens

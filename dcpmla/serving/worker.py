@@ -14,24 +14,24 @@ import resource
 import select
 import signal
 import socket
-import traceback
-from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from itertools import islice
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, get_type_hints
+from weakref import WeakValueDictionary
 
 import msgspec
 
+from dcpmla.serving.forks import fork
 from dcpmla.serving.messages import LENGTH
 
 MAX_CHILDREN = 4  # at once, and all but one of them for one client; other functions wait
 CLIENT: ContextVar[str] = ContextVar("client", default="")  # address of the client whose request a task works on
 _MODEL, _FUNCTION = b"m", b"f"  # what a socket that is passed to the process is for
-_STANDARD_ERROR = 2
 _NICE = 10  # Where processors are few, steps of the engine and answers to other clients go first.
 _CONTROL = 3  # the process's only file besides the standard ones
 
@@ -58,45 +58,27 @@ class Allowance:
 
 
 class Permits:
-    """Permits to work. Clients get them in the order of their arrival, but one client never has all."""
+    """Permits to work. Each client gets them in the order of its requests, but one client never has all."""
 
     def __init__(self, num_permits: int) -> None:
-        self._num_permits, self._taken = num_permits, Counter[str]()
-        self._waiting = deque[tuple[str, asyncio.Future[None]]]()
+        self._all, self._num_of_client = asyncio.Semaphore(num_permits), max(1, num_permits - 1)
+        self._of_clients = WeakValueDictionary[str, asyncio.Semaphore]()  # of clients that have permits, or wait
 
     async def take(self) -> Callable[[], None]:
         """Wait for a permit of this task's client; return the function that gives it back."""
-        client = CLIENT.get()
-        give_back = partial(self._give_back, client)
-        if self._is_free(client):
-            self._taken[client] += 1
-            return give_back
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append((client, turn))
+        own = self._of_clients.setdefault(CLIENT.get(), asyncio.Semaphore(self._num_of_client))
+        await own.acquire()
         try:
-            await turn
+            await self._all.acquire()
         except asyncio.CancelledError:
-            if turn.cancelled():
-                self._waiting.remove((client, turn))
-            else:
-                give_back()
+            own.release()
             raise
+
+        def give_back() -> None:
+            own.release()
+            self._all.release()
+
         return give_back
-
-    def _is_free(self, client: str) -> bool:
-        """Return whether a client may get a permit now."""
-        return self._taken.total() < self._num_permits and self._taken[client] < max(1, self._num_permits - 1)
-
-    def _give_back(self, client: str) -> None:
-        """Return a client's permit, for the first one that waits and may have it."""
-        self._taken[client] -= 1
-        if not self._taken[client]:
-            del self._taken[client]
-        for waiting in list(self._waiting):
-            if self._is_free(waiting[0]) and not waiting[1].done():  # A cancelled one is about to remove itself.
-                self._waiting.remove(waiting)
-                self._taken[waiting[0]] += 1
-                waiting[1].set_result(None)
 
 
 class Call(msgspec.Struct):
@@ -139,9 +121,7 @@ class Worker:
             self._control = self._ready = None
         if self._control is None:
             self._control, theirs = socket.socketpair()
-            self._pid = os.fork()
-            if self._pid == 0:
-                _run(theirs, self._prepare)
+            self._pid = fork(partial(_run, theirs, self._prepare))
             theirs.close()
 
     async def call(
@@ -192,22 +172,14 @@ class Worker:
             writer.transport.abort()
 
 
-def _run(control: socket.socket, prepare: Callable[[Any], Any]) -> NoReturn:
-    """Serve functions until the other end of a socket is closed, and end this process."""
-    try:
-        gc.freeze()  # The HTTP process's files are closed below: no object of theirs may close a number again.
-        os.dup2(control.fileno(), _CONTROL)
-        os.closerange(_CONTROL + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        _serve(socket.socket(fileno=_CONTROL), prepare)
-    except BaseException:
-        os.write(_STANDARD_ERROR, traceback.format_exc().encode())
-    finally:
-        os._exit(0)
-
-
-def _serve(control: socket.socket, prepare: Callable[[Any], Any]) -> None:
-    """Start a child for each function, and end it when the other end of its socket is closed."""
-    model: Any = None
+def _run(theirs: socket.socket, prepare: Callable[[Any], Any]) -> None:
+    """Start a child for each function, and end it when the other end of its socket is closed; end with the other end of
+    the process's own socket.
+    """
+    gc.freeze()  # The HTTP process's files are closed below: no object of theirs may close a number again.
+    os.dup2(theirs.fileno(), _CONTROL)
+    os.closerange(_CONTROL + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    control, model = socket.socket(fileno=_CONTROL), None
     children = dict[int, tuple[int, socket.socket]]()  # process id and socket, by the file that shows a child's end
     poll = select.poll()
     poll.register(control, select.POLLIN)
@@ -225,9 +197,7 @@ def _serve(control: socket.socket, prepare: Callable[[Any], Any]) -> None:
                     _answer(channel, None)
                     channel.close()
                     continue
-                pid = os.fork()
-                if pid == 0:
-                    _child(channel, model)
+                pid = fork(partial(_child, channel, model))
                 child = os.pidfd_open(pid)
                 children[child] = pid, channel
                 poll.register(child, select.POLLIN)
@@ -245,9 +215,9 @@ def _serve(control: socket.socket, prepare: Callable[[Any], Any]) -> None:
                         os.kill(pid, signal.SIGKILL)
 
 
-def _child(channel: socket.socket, model: Any) -> NoReturn:
-    """Run the function that comes over a socket, within limits, answer, and end this process."""
-    try:
+def _child(channel: socket.socket, model: Any) -> None:
+    """Run the function that comes over a socket, within limits, and answer."""
+    with suppress(MemoryError, ConnectionError):  # The caller sees the end, or has gone.
         with open("/proc/self/statm") as sizes:
             own = int(sizes.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -258,12 +228,6 @@ def _child(channel: socket.socket, model: Any) -> NoReturn:
         resource.setrlimit(resource.RLIMIT_AS, (own + call.allowance.num_bytes,) * 2)
         signal.setitimer(signal.ITIMER_PROF, call.allowance.cpu_seconds)  # Its signal ends the process.
         _answer(channel, function(model, *args))
-    except (MemoryError, ConnectionError):
-        pass  # The caller sees the end, or has gone.
-    except BaseException:
-        os.write(_STANDARD_ERROR, traceback.format_exc().encode())
-    finally:
-        os._exit(0)
 
 
 def _answer(channel: socket.socket, value: Any) -> None:

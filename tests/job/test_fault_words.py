@@ -5,13 +5,15 @@ import json
 import os
 import re
 from dataclasses import asdict, fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from dcpmla.job.faults import Ages, Post, blame, explain, find_missing, read_post
+from dcpmla.job import board
+from dcpmla.job.faults import Post, blame, explain, find_missing, read_post
 from dcpmla.parallel.collectives import PeerFault
 
 
@@ -77,24 +79,45 @@ def test_missing_are_those_who_stopped_posting() -> None:
     assert find_missing(before, after) == [1, 4]
 
 
-def test_ages_are_the_reader_s() -> None:
+class Clock:
+    """A board of two ranks whose clock a test sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(board, "time", SimpleNamespace(monotonic=lambda: self.now))
+        store = dist.HashStore()
+        self._writers = [board.Board(store, rank, 2, 60) for rank in range(2)]
+
+    def read(self, now: float, *beats: int) -> list[float]:
+        """Write the beats of the first ranks and read all posts at a time; return the ages then."""
+        for writer, beat in zip(self._writers, beats, strict=False):
+            writer.write(post(beat=beat))
+        self.now = now
+        self._writers[0].read_posts()
+        return self._writers[0].ages()
+
+    def ages(self, now: float) -> list[float]:
+        """Return the ages at a time."""
+        self.now = now
+        return self._writers[0].ages()
+
+
+def test_ages_are_the_reader_s(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank ages while its post stays the same; a new one makes it young, and one that never came has no age."""
-    ages = Ages(60)
-    for now, beat in ((100.0, 1), (102.0, 2), (104.0, 2), (145.0, 2), (165.0, 2)):
-        ages.note([post(beat=beat), None], now)
-    assert (ages.read(0, 165.0), ages.read(1, 165.0)) == (63.0, 0.0)
-    ages.note([post(beat=1), post()], 166.0)
-    assert (ages.read(0, 167.0), ages.read(1, 167.0)) == (1.0, 1.0)
+    clock = Clock(monkeypatch)
+    for now, beat in ((100.0, 1), (102.0, 2), (104.0, 2), (145.0, 2)):
+        clock.read(now, beat)
+    assert clock.read(165.0, 2) == [63.0, 0.0]
+    clock.read(166.0, 1, 7)
+    assert clock.ages(167.0) == [1.0, 1.0]
 
 
-def test_a_reader_that_was_stopped() -> None:
+def test_a_reader_that_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not take an old post for a new one, but a post after its return is new."""
-    ages = Ages(60)
-    for now, beat in ((100.0, 1), (200.0, 2)):
-        ages.note([post(beat=beat)], now)
-    assert ages.read(0, 200.0) == 100.0
-    ages.note([post(beat=3)], 202.0)
-    assert ages.read(0, 202.0) == 0.0
+    clock = Clock(monkeypatch)
+    clock.read(100.0, 1)
+    assert clock.read(200.0, 2)[0] == 100.0
+    assert clock.read(202.0, 3)[0] == 0.0
 
 
 def test_posts_carry_no_time_of_day() -> None:

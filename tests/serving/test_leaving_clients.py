@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dcpmla.serving import background as background_module
 from dcpmla.serving import receive
 from dcpmla.serving.app import Api
 from dcpmla.serving.background import Background, Prepared, prepare
@@ -110,7 +111,7 @@ def test_work_ends_with_its_client(path: str, body: dict[str, Any]) -> None:
         assert (engine._num_prepared, api._receiver._num_bytes) == (1, len(packed))
         await client.leave()
         assert worker.num_called == worker.num_ended == 1
-        assert (engine._num_prepared, api._receiver._num_bytes, engine.num_open) == (0, 0, 0)
+        assert (engine._num_prepared, api._receiver._num_bytes, len(engine._open)) == (0, 0, 0)
         assert client.status == 499
         assert len(asyncio.all_tasks()) == 1
 
@@ -152,7 +153,8 @@ def test_threads_keep_their_permits_to_the_end() -> None:
 
     async def scenario() -> None:
         background = Background(Prepared(Started("", 9, 9, 1, 9), None), Slow(prepare))
-        started, end, num_threads = threading.Semaphore(0), threading.Event(), background._permits._num_permits
+        started, end, num_threads = threading.Semaphore(0), threading.Event(), background_module._NUM_THREADS
+        permits = background._permits
 
         def work(client: str, num: int) -> list[asyncio.Task[Any]]:
             CLIENT.set(client)
@@ -167,10 +169,11 @@ def test_threads_keep_their_permits_to_the_end() -> None:
         await asyncio.gather(*first, return_exceptions=True)
         again, other = work("a", 3), work("b", 1)
         await asyncio.to_thread(started.acquire)  # the other client's
-        assert background._permits._taken == {"a": num_threads - 1, "b": 1}
+        assert permits._all.locked()
+        assert [permits._of_clients[client].locked() for client in "ab"] == [True, False]
         end.set()
         await asyncio.gather(*again, *other)
-        while background._permits._taken:  # The threads' ends come one by one.
+        while permits._all._value < num_threads:  # The threads' ends come one by one.
             await asyncio.sleep(0.001)
 
     asyncio.run(scenario())

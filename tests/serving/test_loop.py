@@ -254,7 +254,7 @@ def test_at_most_two_steps_follow_a_stop_string(num_kept: int) -> None:
             for output in message.outputs if isinstance(message, Report) else ():
                 num_sent.append(len(output.token_ids))
                 if len(num_sent) <= num_kept and text.read(output).finish_reason:
-                    self.news = pack(Stop(0, text.num_tokens))
+                    self.news = pack(Stop(0, text.stream.num_tokens))
 
     frontend: Any = Keen([submit_long(0, [1, 2], 20, stop=params.stop)], *([] for _ in range(30)))
     ServingLoop(make_engine(200, tokenizer=Letters()), frontend).run()

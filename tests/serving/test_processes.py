@@ -16,7 +16,6 @@ import uvicorn
 from uvicorn.server import ServerState
 
 import dcpmla.serving.frontend as frontend_module
-import dcpmla.serving.guard as guard_module
 from dcpmla.serving.connections import Connection, Limits, limit_connections
 from dcpmla.serving.frontend import Frontend, listen
 from dcpmla.serving.messages import BEAT, Close, pack
@@ -52,7 +51,7 @@ def beat(connection: socket.socket) -> None:
 
 def test_a_silent_process_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frontend_module, "SILENCE", 1)
-    monkeypatch.setattr(guard_module, "_SECONDS", 1)
+    monkeypatch.setattr(frontend_module, "_LAST_SECONDS", 1)
     frontend = start(lambda _: time.sleep(LATE))
     with pytest.raises(RuntimeError, match="the HTTP process was silent for 1 s: it is stopped or stuck"):
         take(frontend)

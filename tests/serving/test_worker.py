@@ -1,6 +1,7 @@
 """The process that works for the HTTP process: functions in children, with limits, which end with their callers."""
 
 import asyncio
+import gc
 import os
 import signal
 import time
@@ -172,8 +173,11 @@ def test_permits_are_given_in_the_order_of_arrival() -> None:
         ends["c"].set()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert order == ["a", "a", "b", "c", "a"]
-        assert not permits._taken
-        assert not permits._waiting
+        assert not permits._all.locked()
+        del tasks
+        await asyncio.sleep(0)
+        gc.collect()
+        assert not permits._of_clients
 
     async def run() -> None:
         ends.update({name: asyncio.Event() for name in "abc"})
