@@ -1,4 +1,4 @@
-"""Names of code in the pages on structure and kernels: each exists, and the tables of rooms have every file."""
+"""Names of code in the pages on structure, kernels and benchmarks exist, and the tables of rooms have every file."""
 
 import ast
 import re
@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from dcpmla.bench.results import unknown_fields
 from tests.support.launchers import ROOT
 from tests.support.sources import CORE_MODULES, FILES, PACKAGE, ROOMS, module_name, nodes_of
 
-PAGES = "structure.md", "kernels.md"
+PAGES = "structure.md", "kernels.md", "benchmarks.md"
+SCRIPTS = sorted((ROOT / "benchmarks").rglob("*.py"))
 PATH = r"[\w.-]*/[\w./-]*|[\w-]+\.(?:py|sh|md)"
 OTHERS = r"\b(?:True|False)\b|\b(?:torch|gl|mbarrier|cp)(?:\.\w+)+(?:\([^)]*\))?"  # of Python, torch, Gluon and PTX
 OPTION = r"(?<![\w-])--?[a-z][\w-]*"
@@ -29,11 +31,20 @@ def quoted(text: str) -> list[str]:
 
 @cache
 def files_of(path: str) -> tuple[Path, ...]:
-    """Find files or folders by their path in the package or the repository, or by the end of it in the package."""
-    found = [file for file in (PACKAGE / path, ROOT / path) if file.exists()]
+    """Find files or folders by their path in the package, the repository or its benchmarks, or by the end of it in the
+    package.
+    """
+    found = [file for file in (PACKAGE / path, ROOT / path, ROOT / "benchmarks" / path) if file.exists()]
     if not found:
         found = [file for file in PACKAGE.rglob(Path(path).name) if file.as_posix().endswith(f"/{path.rstrip('/')}")]
     return tuple(file for file in found if file.is_dir() or not path.endswith("/"))
+
+
+@cache
+def all_nodes() -> tuple[ast.AST, ...]:
+    """Return the nodes of the syntax trees of the package and of the scripts of benchmarks/."""
+    scripts = [node for file in SCRIPTS for node in ast.walk(ast.parse(file.read_text()))]
+    return (*(node for module in FILES for node in nodes_of(module)), *scripts)
 
 
 def targets_of(node: ast.AST) -> Iterator[str]:
@@ -55,20 +66,20 @@ def defined_in(file: Path) -> frozenset[str]:
 
 @cache
 def all_defined() -> frozenset[str]:
-    """Return the names that the package defines: classes, functions, parameters, attributes, modules."""
+    """Return the names that package and scripts define: classes, functions, parameters, attributes, modules."""
     stems = {part for module in FILES for part in module.split(".")}
-    return frozenset(stems.union(*map(defined_in, FILES.values())))
+    return frozenset(stems.union(name for node in all_nodes() for name in targets_of(node)))
 
 
 @cache
 def all_values() -> frozenset[str]:
-    """Return the options of the package, their values, and names of other packages that it imports or calls with."""
-    nodes = [node for module in FILES for node in nodes_of(module)]
+    """Return options, their values, and names of other packages that package and scripts import or call with."""
+    nodes = all_nodes()
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     names = {node.arg or "" for node in nodes if isinstance(node, ast.keyword)}
     names |= {node.name for node in nodes if isinstance(node, ast.alias)}
     options = re.findall(r"`(--?[a-z][\w-]*)", (ROOT / "docs" / "options.md").read_text())
-    return frozenset({text for text in texts if re.fullmatch(r"[\w-]+", text)} | names | set(options))
+    return frozenset({text for text in texts if re.fullmatch(r"[\w+ -]+", text)} | names | set(options))
 
 
 @cache
@@ -107,13 +118,15 @@ def faults_in(path: str, names: str) -> list[str]:
 
 
 def faults_of(text: str) -> list[str]:
-    """List the names in a quotation that do not exist."""
+    """List the names in a quotation that do not exist; it may be a value, or a field of a result's row."""
+    if text in all_values() or not unknown_fields([{text: None}]):
+        return []
     if kernel := re.fullmatch(r'"([\w.]+):(\w+)"', text):
         is_there = kernel[1] in FILES and kernel[2] in defined_in(FILES[kernel[1]])
         return [] if is_there else [f"no kernel {text}"]
     if path := re.fullmatch(rf"({PATH})(?:: ([\w., ]+))?", text):
         return faults_in(path[1], path[2] or "")
-    if re.match(r"python |launch/", text):
+    if re.match(r"python |launch/|benchmarks/", text):
         return [fault for path in re.findall(PATH, text) for fault in faults_in(path, "")]
     options = [option.replace("--no-", "--") for option in re.findall(OPTION, text)]
     names = re.findall(r"[A-Za-z_]\w*(?:\.\w+)*", re.sub(f"{OPTION}|{OTHERS}", "", text))
