@@ -130,7 +130,7 @@ from dcpmla.bench import serve as bench_serve
 from dcpmla.integrations import loading as engine
 
 memory = iter([{26 * 8 * 192 + 5}])
-engine.free_bytes = lambda *_: next(memory)
+engine._free_bytes = lambda *_: next(memory)
 build_engine, built = bench_serve.build_engine, []
 
 def build_alone(*arguments):
