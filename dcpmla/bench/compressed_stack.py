@@ -68,7 +68,7 @@ class CompressedStack(Stack):
         return self.config.rope_dim
 
     def operations(self) -> dict[str, Operation]:
-        """Return the operations of all stacks, and those of a selection."""
+        """Return the operations of all stacks, with the selection and the exchange of its candidates."""
         candidates = self.in_each_layer(lambda: self.exchange.gather_candidates(self.candidates))
         return {**super().operations(), "selection": self.select, CANDIDATES: candidates}
 

@@ -50,7 +50,7 @@ class DecodeCase(NamedTuple):
 
     @property
     def formats(self) -> str:
-        """Return a description of what is quantized; "" if nothing is."""
+        """Return the formats of quantized cache and queries as words; "" if neither is quantized."""
         return quantized_name(self.kv_cache_dtype, self.decode_query_dtype)
 
     @property

@@ -1,4 +1,4 @@
-"""Options of benchmarks. Those of several benchmarks take lists, and all items of a list are measured."""
+"""Options of benchmarks. An option that several benchmarks have takes a list, and all its items are measured."""
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ def listed(reader: Callable[[str], list[Any]], words: str, metavar: str = "A,B")
 
 
 def named(choices: Sequence[str], noun: str, words: str, metavar: str = "NAME,...") -> Arguments:
-    """Return the arguments of an option with a list of names; noun is what a name stands for, with its article."""
+    """Return the arguments of an option with a list of names. The noun, with its article, says what a name is."""
     return listed(partial(name_list, choices=choices, kind=noun), words, metavar)
 
 

@@ -73,7 +73,7 @@ class Stack(ABC):
         attention: Layers, all alike.
         sizes: Load of the layers.
         dcp: Layout and formats of the caches, exchange of decode.
-        row_dim: Width of the rows that are merged; None for that of attention's rows.
+        row_dim: Width of the rows that are merged; None where attention's rows are.
     Attributes:
         config: Geometry of the layers.
         reads: Rows and keys that a request's token reads in each layer.

@@ -96,8 +96,8 @@ def size_of(config: Any, dtype: torch.dtype, expert_dtype: str) -> ModelSize:
 def modelled_times(
     args: argparse.Namespace, engine: Engine, size: ModelSize, exchange: str, batch: int, context: int, device_us: float
 ) -> Row:
-    """Return fields of a row on a step after `context` cached tokens by the planner's model: its least time, at the
-    memory's rate, beside the measured `device_us`, and the predicted one; none on other devices than H200s, and for
+    """Return fields of a row on a step after `context` cached tokens: the least time at the memory's rate, as a share
+    of the measured `device_us` too, and the planner's prediction. There are none on other devices than H200s, nor for
     caches that the planner has no numbers for.
     """
     mesh, kv_cache_dtype = engine.mesh, format_name(engine.cache.sizes.dtype)

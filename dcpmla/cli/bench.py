@@ -3,7 +3,7 @@
 import argparse
 from importlib import import_module
 
-BENCHMARKS = {  # modules of dcpmla.bench: the classes of benchmarks, and what they measure
+BENCHMARKS = {  # by the module of dcpmla.bench: the benchmark's class, and its subject
     "decode": ("Decode", "decode kernels on one GPU, ours and others'"),
     "prefill": ("PrefillBenchmark", "prefill kernels on one GPU: new tokens over themselves, and over a context"),
     "sparse": (

@@ -31,7 +31,7 @@ from dcpmla.planning.servers import Traffic
 from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
 
-_LAYOUT = ("num_gpus", "index_cache_dtype", "num_speculative_tokens", "acceptance_rate")  # of `Setting`
+_LAYOUT = ("num_gpus", "index_cache_dtype", "num_speculative_tokens", "acceptance_rate")  # fields of `Setting`
 _ENGINE = (
     "max_num_batched_tokens",
     "kv_offloading_size",

@@ -66,7 +66,7 @@ class Board:
     def ages(self) -> list[float]:
         """Return the seconds since each rank's last new post arrived, zero for a rank that was never seen.
 
-        Times are those of the reader's own monotonic clock, because hosts' clocks differ.
+        The reader's own monotonic clock counts, because hosts' clocks differ.
         """
         return [max(0.0, time.monotonic() - arrived) for arrived in self._arrived]
 

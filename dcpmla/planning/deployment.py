@@ -168,8 +168,8 @@ class Deployment:
         return {"rest": time + all_reduce + num_kernels * machine.kernel_us}
 
     def _matmul_us(self, parameter: Parameter, num_rows: float) -> float:
-        """Return the slower of reading the weights and multiplying num_rows by them; of experts, those that some token
-        picked, in one grouped product.
+        """Return the slower of reading the weights and multiplying num_rows by them. Of experts, one grouped product
+        takes the weights that some token picked.
         """
         machine, model, layout = self.machine, self.model, (self.setting.tp, self.setting.enable_expert_parallel)
         num_bytes: float = parameter.shard_bytes(*layout)

@@ -150,8 +150,8 @@ class Agreement:
         return Message(words, safe, memory, news.content, len(faults), step_time, reported)
 
     def meet(self, num_compiled: int = 0) -> Agreed:
-        """Send a message between steps, without tokens, and return what it has brought. Collective over the TP group's
-        hosts, which wait for each other, but not for the device.
+        """Exchange messages without tokens between two steps, and return what the ranks agree on. Collective over the
+        TP group's hosts, which wait for each other, but not for the device.
         """
         news, head, reported = self._take_head(num_compiled)
         words = torch.tensor(head)

@@ -138,8 +138,8 @@ class Batch:
         return f"{'prefill' if self.has_prompts else 'decode'} step {number} ({counts})"
 
     def goes_on(self, requests: Iterable[Request]) -> bool:
-        """Return whether the step is for one token of each of these requests, in order, with equal numbers of drafts,
-        as most steps are.
+        """Return whether each of these requests, in order, has one token in the step, and all have equally many
+        drafts. Most steps are so.
         """
         is_even = self.num_tokens == len(self.pieces) * self.pieces[0].num_tokens and self.has_single_tokens
         if is_even and self.num_drafts:

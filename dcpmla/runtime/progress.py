@@ -104,7 +104,7 @@ class Stoppable(Protocol):
 
 @dataclass(eq=False)
 class Loading:
-    """Content that a request continues from: of host memory, or a prompt that another job prefills.
+    """The content of a prompt that is on its way: from host memory, or from another job, which prefills it.
 
     Attributes:
         keys: Keys of blocks in host memory.

@@ -18,7 +18,7 @@ from dcpmla.serving.messages import Started
 from dcpmla.serving.template import Template
 from dcpmla.serving.worker import Allowance, Permits, Worker
 
-_NUM_THREADS = 16  # that work at a time
+_NUM_THREADS = 16  # at a time
 _SMALL, _SMALL_IN_PYTHON = 1 << 20, 1 << 16  # characters, or tokens, of the work of a thread; of slow tokenizers
 
 

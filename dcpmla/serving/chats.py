@@ -27,7 +27,7 @@ class Chats:
         call_parser: Name of the format of tool calls, None for the model's.
         reasoning_parser: Name of the format of reasoning, None for the model's.
         background: What renders and tokenizes prompts; None for one of its own.
-        checks: Checks of grammars; by default those of the background's worker.
+        checks: Checks of grammars; by default the background's worker makes them.
 
     Attributes:
         grammars: Grammars of answers.

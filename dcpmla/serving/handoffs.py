@@ -146,7 +146,7 @@ class Handoffs:
         return JSONResponse({"token": token_json(output), "num_cached_tokens": output.num_cached_tokens})
 
     async def _params(self, body: PrefillBody) -> SamplingParams:
-        """Return the parameters of a body, after the checks of them and of its prompt that all routes have."""
+        """Return the parameters of a body, once they and its prompt have passed the checks that all routes make."""
         model = self._engine.ready().model
         check_tokens(model, body.prompt_token_ids)
         try:

@@ -183,7 +183,7 @@ class Stop(Message, frozen=True):
 
 
 class Seen(Message, frozen=True):
-    """Requests with stop strings: by id, the number of first new tokens in which none ends."""
+    """News of requests with stop strings: by id, how many first new tokens contain no whole stop string."""
 
     nums_tokens: dict[int, int]
 
@@ -249,8 +249,8 @@ class Report(Message, frozen=True):
     Attributes:
         num_bytes: Bytes of commands that the ranks took since the start.
         cache_use: Part of the cache's blocks that running requests hold, in [0, 1].
-        totals: Totals since the engine's start, by the name of a metric and its labels; of copies to and from other
-            tiers of memory, and of transfers with other jobs, those of the first rank.
+        totals: Totals since the engine's start, by the name of a metric and its labels. Copies to and from other tiers
+            of memory, and transfers with other jobs, are the first rank's.
         readers: Names of the jobs that read blocks of this one, or are to read them.
         num_unseen: New tokens of a request still to be searched for stop strings, of the request with most.
     """

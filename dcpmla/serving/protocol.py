@@ -20,7 +20,7 @@ _MAX_ITEMS = 1 << 18  # Strings (names of fields included), lists and objects.
 CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 Body = TypeVar("Body", bound=BaseModel)
-_OF_RULE = "Value error, "  # pydantic's words before those of a `Ruled` field
+_OF_RULE = "Value error, "  # pydantic puts this before the words of a rule
 _Mistake = Mapping[str, Any]  # pydantic's record
 
 

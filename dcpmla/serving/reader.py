@@ -19,7 +19,7 @@ class HiddenTokens:
         self._longest = max(map(len, tokens), default=0)
 
     def split(self, text: str) -> tuple[str, str]:
-        """Return a text without these tokens, and its end in which one of them may begin."""
+        """Return a text without these tokens, and its last characters if a token may begin there."""
         if not any(letter in text for letter in self._first_letters):
             return text, ""
         for token in self._tokens:

@@ -1,4 +1,4 @@
-"""Fields that would change an answer, and are not served: those that all routes refuse.
+"""Fields that all routes refuse, because they would change an answer and are not served.
 
 Sources: OpenAI's API reference; the protocols of vLLM's and SGLang's servers. Other names are in `unknown_fields`.
 """
@@ -112,7 +112,7 @@ def check_fields_of_body(
 
     Args:
         own: Values that change nothing, by the names of fields that this route refuses in its own way.
-        advice: Advice for clients that send one of these fields.
+        advice: Advice for clients, by the name of the field that they send.
         elsewhere: Names of fields of other routes, which are refused whatever their value.
     Raises:
         ApiError: A field would change the answer, or its name looks like a known one.

@@ -32,7 +32,7 @@ class Reply(ABC):
     """The answer to one body in the shape of a route, as it grows.
 
     Args:
-        body: Body of the request, which says what parts of answers are shown.
+        body: Body of the request; its fields choose the shown parts of answers.
         model: Name of the model for clients.
         prompts: Prompts that it answers. Each has a number of choices, one after the other.
         readers: Reader of each choice; none of completions.

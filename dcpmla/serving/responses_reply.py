@@ -117,7 +117,7 @@ def _part(block: Block) -> Json:
 
 
 def _fields(body: ResponsesBody) -> Json:
-    """Return the fields of a response that repeat those of the body."""
+    """Return the response's fields that repeat the body."""
     reasoning, params = body.reasoning, body.sampling.params(1, None, None)
     return {
         "instructions": body.instructions,

@@ -1,5 +1,5 @@
-"""Fields of completions and chats that decide which tokens are chosen and when an answer ends: those of the class
-`SamplingParams`, and what HTTP has besides.
+"""Fields of completions and chats that decide which tokens are chosen and when an answer ends: the fields of
+`SamplingParams`, and those that only HTTP has.
 """
 
 import re
@@ -105,7 +105,7 @@ class SamplingFields(StructuredFields):
         seed: Seed of the answer's draws: the same one gives the same answer as `generate` from the stream of the
             choice's number.
         n: Number of answers to each prompt, 1 by default.
-        best_of: Number that must be that of n.
+        best_of: Number that must equal n.
         prompt_logprobs: Number of best tokens whose log probabilities are shown for each token of the prompt, null for
             the first: `{token id: {logprob, rank, decoded_token}}`. The best tokens alone have a `rank`. They are in
             the choice or, of chats, in the answer; not with `stream`.

@@ -87,7 +87,7 @@ def tool_use(
 
     Args:
         schema_field: Path of the schema in a tool: its last field, in the field around a function if there is one.
-        types: Types of functions in the route's API; None stands for a tool without a type.
+        types: Types of functions in the route's API; None where a tool without a type is a function.
     Raises:
         ApiError: A type is no string, or is missing; or a function has a wrong field.
     """

@@ -29,9 +29,9 @@ import msgspec
 from dcpmla.serving.forks import fork
 from dcpmla.serving.messages import LENGTH
 
-MAX_CHILDREN = 4  # at once, and all but one of them for one client; other functions wait
+MAX_CHILDREN = 4  # at once; one client has all but one of them at most, so that others find one free
 CLIENT: ContextVar[str] = ContextVar("client", default="")  # address of the client whose request a task works on
-_MODEL, _FUNCTION = b"m", b"f"  # what a socket that is passed to the process is for
+_MODEL, _FUNCTION = b"m", b"f"  # purposes of a socket that is passed to the process
 _NICE = 10  # Where processors are few, steps of the engine and answers to other clients go first.
 _CONTROL = 3  # the process's only file besides the standard ones
 

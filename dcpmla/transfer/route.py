@@ -37,7 +37,7 @@ class Piece(NamedTuple):
         return sum(length for *_, length in self.columns)
 
     def slices(self, is_target: bool) -> Iterator[tuple[slice, slice]]:
-        """Yield bytes of a row on a rank, and the same bytes among those that move."""
+        """Yield slices of a row on a rank, each with its slice of the bytes that move."""
         end = 0
         for *firsts, length in self.columns:
             first, start, end = firsts[is_target], end, end + length

@@ -1,6 +1,4 @@
-"""The interface of transports between ranks of two jobs with what they share (`Transport`), and a job's description
-(`Peer`).
-"""
+"""The base of transports between ranks of two jobs (`Transport`), and what a job tells of itself (`Peer`)."""
 
 import json
 from abc import ABC, abstractmethod

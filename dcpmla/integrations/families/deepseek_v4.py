@@ -18,7 +18,7 @@ _RULES = {
     "attention_bias": only(False),
     "index_head_dim": EVEN_SIZE,
 }
-V4_NAMES = (  # of the tensors as they are published
+V4_NAMES = (  # published names of tensors
     (r"^embed\.", "model.embed_tokens."),
     (r"^head\.", "lm_head."),
     (r"^norm\.", "model.norm."),

@@ -67,8 +67,8 @@ class Family:
         check_attention: Function that raises ValueError for inconsistent fields of a config.
         load_decoder: Loader of a number of the model's layers, without the MTP module's.
         load_mtp: Loader of the MTP module, whose block has a name, over the model's embedding.
-        rules: Rules for fields of a config.json that the family has, or of which it has a single value, by name; a
-            field of an object as "object.field".
+        rules: Rules for the family's own fields of a config.json, and for fields with a single value in this family, by
+            name; a field of an object has the name "object.field".
         mtp_layer: Entries of the MTP module's layer in the config's lists; a list without one repeats its last entry.
         mtp_projections: Names of the MTP module's projection of embeddings and hidden states together, or of one of
             each.

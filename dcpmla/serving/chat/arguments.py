@@ -35,7 +35,7 @@ class Rest:
         return text
 
     def more(self) -> Generator[None, None, bool]:
-        """Wait for more text or the answer's end, and return whether one of them has come since."""
+        """Wait for more text or the answer's end; return False if the answer had ended before."""
         if self.is_over:
             return False
         yield
