@@ -21,7 +21,10 @@ from tests.engines.test_vllm_gpu import (
 )
 from tests.support.launchers import ROOT, run_together, torchrun
 
-pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+pytestmark = [
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.skipif(find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),  # vLLM imports it
+]
 MEMORY = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 27, "disable_custom_all_reduce": True}
 
 
