@@ -82,7 +82,8 @@ def run_together(commands: Sequence[Command], timeout: float = 240, check: bool 
 def _checked(results: list[Ended]) -> list[Ended]:
     failed = [result for result in results if result.returncode]
     assert not failed, "\n".join(
-        f"{result.args}: exit code {result.returncode}\n{result.stderr[-3000:]}" for result in failed
+        f"{result.args}: exit code {result.returncode}\n{result.stdout[-4000:]}\n{result.stderr[-8000:]}"
+        for result in failed
     )
     return results
 
