@@ -3,6 +3,7 @@
 python launch/run_tests.py gpu_2 --record            runs a part and writes it into launch/tested_gpus.json
 python launch/run_tests.py gpu --part 2/3 -k topk    runs the second third, with arguments of pytest after the options
 python launch/run_tests.py gpu --again               runs again what failed in the record of the same sources
+python launch/run_tests.py cpu --all                 runs the thorough tests, too, and draws ten times the examples
 """
 
 import argparse
@@ -74,8 +75,12 @@ def main() -> None:
     parser.add_argument("--part", type=_fraction, default=(1, 1), metavar="K/N", help="every N-th test, from the K-th")
     parser.add_argument("--record", action="store_true", help=f"write the results into {RECORD.name}")
     parser.add_argument("--again", action="store_true", help="record again the tests that failed in the recorded run")
+    parser.add_argument("--all", action="store_true", help="cpu: run the thorough tests, too, with more examples")
     parser.add_argument("--commit", help="commit of the checkout, where git does not know it")
     args, options = parser.parse_known_args()
+    if args.name == "cpu":
+        options = [*([] if args.all else ["-m", "not thorough"]), *options]
+        os.environ |= {"DCPMLA_ALL_TESTS": "1"} if args.all else {}
     record, sources = write_support.read(RECORD), hash_sources()
     is_recorded = args.record or args.again
     if args.again:

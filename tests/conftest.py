@@ -13,11 +13,14 @@ from transformers.integrations import hub_kernels
 
 from dcpmla.planning.weights import ModelSize
 from tests.support.combinations import PROPERTY, Row, coverage
+from tests.support.examples import load_profile
 from tests.support.models import save_tiny
 from tests.support.plan_cases import read_v3
 
 _NUM_GPUS = {"gpu": 1, "gpu_2": 2, "gpu_4": 4, "gpu_8": 8}
 _RECORD = Path(__file__).resolve().parents[1] / "launch" / "tested_gpus.json"
+
+load_profile()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -113,7 +113,6 @@ def test_tensors_of_any_shape(shape: tuple[int, ...], dtype: torch.dtype) -> Non
         assert mine.flatten().tolist() == [sum(r == rank for r, _ in dealt[:number]) for number in flat]
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     dcp_size=st.integers(1, 8),
     interleave=st.sampled_from(INTERLEAVES),
@@ -147,7 +146,6 @@ def test_slots_fill_the_blocks_in_order(dcp_size: int, interleave: int, blocks_o
         assert slots.tolist() == [slot if owner == rank else -1 for owner, slot in expected]
 
 
-@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_ranks_together_hold_each_token_once(data: st.DataObject) -> None:
     """A batch holds several sequences, tokens in any order and padding."""

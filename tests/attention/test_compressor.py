@@ -1,7 +1,7 @@
 """The compressor: the torch code against sums in float64 over whole prompts."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -42,7 +42,6 @@ def pool(pairs: Tensor, bias: Tensor, norm: Tensor, num_halves: int, cos_sin: Te
     return torch.stack(entries) if entries else torch.empty(0, width, dtype=torch.float64)
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_entries_are_those_of_whole_prompts(data: st.DataObject) -> None:
     """Any ratio, however prompts are cut into steps, whichever rank an entry is on, and whatever tokens of a step are

@@ -10,12 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.backends import as_kernel, checked_call
 from tests.support.decode_cases import SMALL, Case, check
+from tests.support.examples import few
 from tests.support.schedule_in_torch import HALF, LATENT, MOST_PARTS, ROWS, Pointer, schedule_in_torch
 from tests.support.shared_memory import run_interpreted
 
@@ -149,7 +150,6 @@ requests = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 40)), min_size=1
 @example(requests=[(1, 20), *[(4, 30)] * 4], num_heads=2, num_parts=5, is_uniform=False)  # a gap in the second line
 @example(requests=[(1, 20), *[(4, 30)] * 4, (1, 9)], num_heads=2, num_parts=14, is_uniform=False)  # one in each
 @example(requests=[(1, 0), (4, 3), (0, 7), (2, 20), (0, 0)], num_heads=3, num_parts=5, is_uniform=False)
-@settings(max_examples=50, deadline=None)
 def test_the_hopper_kernels_split_and_merge(
     requests: list[tuple[int, int]], num_heads: int, num_parts: int, is_uniform: bool
 ) -> None:
@@ -189,12 +189,12 @@ INTERPRETED = st.builds(
 def check_in_the_interpreter() -> None:
     from dcpmla.attention.triton import decode as mla_decode
 
+    @few
     @given(case=INTERPRETED, min_tiles=st.sampled_from([1, 2, 8]))
     @example(case=Case([(1, 320)] * 3, num_heads=3, num_programs=1, **SMALL), min_tiles=8)  # two cut requests in a part
     @example(
         case=Case([(1, 300), (1, 100)], num_heads=20, num_programs=2, **SMALL), min_tiles=1
     )  # many parts of a request
-    @settings(max_examples=8, deadline=None)
     def check_one(case: Case, min_tiles: int) -> None:
         mla_decode.MIN_TILES = mla_decode.tl.constexpr(min_tiles)
         check(as_kernel(mla_decode.run, checked_call), case, "cpu")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.kimi_linear import modeling_kimi_linear as theirs
@@ -247,7 +247,6 @@ def test_chunks_on_a_gpu() -> None:
     padding=st.tuples(st.integers(0, 3), st.integers(0, 300)),
     takes_chunks=st.booleans(),
 )
-@settings(deadline=None)
 def test_layout(lens: list[tuple[int, int]], padding: tuple[int, int], takes_chunks: bool) -> None:
     new, ends = [number for number, _ in lens], [number + context for number, context in lens]
     num_reqs, num_tokens = len(lens) + padding[0], sum(new) + padding[1]

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -119,7 +119,6 @@ def test_ue8m0_is_exact_at_powers_of_two_and_beside_them() -> None:
     assert (s[2] > powers).any()
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.integers(0, 2**31),
     st.sampled_from([64, 128]),

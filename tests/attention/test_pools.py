@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla.attention.layers.pooled.expand import expand_pools
@@ -46,7 +46,6 @@ def make_case(seed: int, pool_size: int, num_pools: int) -> tuple[Any, ...]:
     return pools, seq_lens, pool_size, TABLE, torch.tensor([0, 1] * 4 + [0], dtype=torch.int32), BLOCK_SIZE
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 99), st.integers(1, 4), st.integers(1, 5), st.sampled_from([(1, 1), (2, 1), (2, 4), (3, 2)]))
 def test_tokens_of_pools(seed: int, pool_size: int, num_pools: int, layout: tuple[int, int]) -> None:
     case, (size, interleave) = make_case(seed, pool_size, num_pools), layout
@@ -77,7 +76,6 @@ def test_tokens_of_pools(seed: int, pool_size: int, num_pools: int, layout: tupl
     ]
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     query_lens=st.lists(st.integers(1, 12), min_size=1, max_size=5),
     num_sums=st.integers(1, 5),

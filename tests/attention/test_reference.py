@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -79,7 +79,6 @@ def naive_decode(q: Tensor, sequences: Sequence[Tensor], scale: float, kv_lora_r
     return torch.stack([out for out, _ in rows]), torch.stack([lse for _, lse in rows])
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     lens=st.lists(st.one_of(st.just(0), st.integers(0, 20)), min_size=1, max_size=5),
     num_heads=st.integers(1, 3),
@@ -247,7 +246,6 @@ def test_decode_of_nothing() -> None:
     assert torch.equal(lse, torch.full((1, 2), -math.inf))
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     requests=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 20)), min_size=1, max_size=5),
     is_uniform=st.booleans(),

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -61,7 +61,6 @@ def ragged(
     return q, k, v
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     query_lens=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     num_heads=st.integers(1, 3),

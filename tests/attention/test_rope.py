@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import apply_rotary_emb
@@ -106,7 +106,6 @@ def test_strided_rows(interleaved: bool) -> None:
     assert torch.equal(apply_rope(part, tables, interleaved), apply_rope(part.contiguous(), tables, interleaved))
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     positions=st.lists(st.integers(0, 2**22), min_size=1, max_size=8),
     beta=st.sampled_from([0.1, 0.3, 1.0]),

@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla.attention.costs import Rates, RouteCosts
@@ -62,7 +62,6 @@ def test_the_chosen_route_is_near_the_faster_one(
 
 
 @given(costs=route_costs(), pieces=st.lists(lengths, min_size=1, max_size=12))
-@settings(deadline=None)
 def test_each_piece_takes_the_cheaper_route(costs: RouteCosts, pieces: list[tuple[int, int]]) -> None:
     """MHA's programs of all pieces of a step share the GPU."""
     heads = costs.config.heads_per_rank(costs.dcp.tensor_parallel_size)
@@ -76,7 +75,6 @@ def test_each_piece_takes_the_cheaper_route(costs: RouteCosts, pieces: list[tupl
 
 
 @given(costs=route_costs(), piece=lengths, longer=lengths)
-@settings(deadline=None)
 def test_longer_pieces_take_no_less(costs: RouteCosts, piece: tuple[int, int], longer: tuple[int, int]) -> None:
     new, context = piece
 
@@ -124,7 +122,6 @@ def test_reading_by_hand(kv_cache_dtype: str) -> None:
 
 
 @given(new=st.integers(1, 300), context=st.integers(0, 100_000), size=st.sampled_from([1, 8]))
-@settings(deadline=None)
 def test_a_selection_bounds_absorbed_attention(new: int, context: int, size: int) -> None:
     layout = DCPConfig(tensor_parallel_size=8, decode_context_parallel_size=size)
     dense, sparse = RouteCosts(DENSE, layout), RouteCosts(SPARSE, layout)

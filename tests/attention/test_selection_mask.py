@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -38,7 +38,6 @@ def seq_lens_of_tokens(query_lens: Sequence[int], seq_lens: Sequence[int]) -> li
     return [seq - query + 1 + index for query, seq in zip(query_lens, seq_lens, strict=True) for index in range(query)]
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     segment=st.lists(
         st.tuples(st.integers(1, 4), st.integers(0, 80)), min_size=1, max_size=4

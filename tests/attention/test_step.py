@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla import DCPConfig, StepMetadata
@@ -102,7 +102,6 @@ def check(batch: Batch) -> list[StepMetadata]:
     return steps
 
 
-@settings(max_examples=150, deadline=None)
 @given(batch=batches())
 def test_any_batch(batch: Batch) -> None:
     check(batch)
@@ -175,7 +174,6 @@ def test_decode_of_many_requests_matches_the_deal() -> None:
         assert step.decode.local_seq_lens.tolist() == lens
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     max_model_len=st.integers(2, 200),
     max_num_seqs=st.integers(1, 6),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla import DCPConfig
@@ -165,7 +165,6 @@ def test_a_number_of_decodes_that_there_are_not_is_named(num_decodes: int) -> No
         StepBuilder(DCPConfig(), 0).build(StepRequests([3, 3], [4, 4], [[0], [1]]), num_decodes=num_decodes)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     query_lens=st.lists(st.integers(1, 30), min_size=1, max_size=6),
     width=st.integers(1, 8),

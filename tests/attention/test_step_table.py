@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from dcpmla import DCPConfig
 from dcpmla.attention.step.metadata import StepBuilder, lay_out
@@ -23,7 +23,6 @@ from tests.support.step_batches import Batch, batches
 from tests.support.step_tables import TableCase, table_cases
 
 
-@settings(max_examples=60, deadline=None)
 @given(batch=batches())
 def test_tokens_of_built_steps(batch: Batch) -> None:
     first, ends = batch.context_lens, batch.seq_lens
@@ -50,7 +49,6 @@ def test_tokens_of_built_steps(batch: Batch) -> None:
         assert all(column.data_ptr() % 16 == 0 for column in table)  # kernels are compiled for this
 
 
-@settings(max_examples=150, deadline=None)
 @given(case=table_cases())
 def test_tokens_of_padded_tables(case: TableCase) -> None:
     table, tokens = case.fill(), StepTokens.empty(case.sizes.num_tokens, "cpu")
@@ -63,7 +61,6 @@ def test_tokens_of_padded_tables(case: TableCase) -> None:
     assert table.states.tolist() == [*([0] * len(case.bounds) if states[0] is None else states), *[-1] * padding]
 
 
-@settings(max_examples=150, deadline=None)
 @given(case=table_cases())
 def test_segments_cover_the_room(case: TableCase) -> None:
     """Segments are parts of one request each, in order; the rows of padding after decodes are cut, too."""
@@ -89,7 +86,6 @@ def test_segments_cover_the_room(case: TableCase) -> None:
     assert sum(end > begin for begin, end in itertools.pairwise(starts)) == num_parts  # as few as there can be
 
 
-@settings(max_examples=100, deadline=None)
 @given(case=table_cases())
 def test_prefills_follow_decodes(case: TableCase) -> None:
     table, num_decodes = case.fill(), case.requests.num_decodes
@@ -112,7 +108,6 @@ def check_kernel(device: str) -> None:
     """Compare all columns, and the bounds of requests, with those of the function that specifies the kernel."""
     from dcpmla.attention.step import kernels
 
-    @settings(max_examples=100, deadline=None)
     @given(case=table_cases())
     def check(case: TableCase) -> None:
         expected, layout = StepTokens.empty(case.sizes.num_tokens, "cpu"), case.layout

@@ -3,7 +3,7 @@
 import math
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -45,7 +45,6 @@ def owned(selection: SelectedTokens, row: int) -> list[int]:
 layouts = st.tuples(st.sampled_from([1, 2, 3, 4, 8]), st.sampled_from([1, 2, 4]))
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.lists(st.lists(st.sampled_from(SCORES), max_size=40), min_size=1, max_size=3), st.integers(1, 12), layouts)
 def test_every_layout_selects_what_sorting_does(rows: list[list[float]], topk: int, layout: tuple[int, int]) -> None:
     """Whatever the ranks, each selected token is in the slots of one of them, its owner, and nothing else is."""

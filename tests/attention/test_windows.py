@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla.attention.backends.calls import PrefillCall
@@ -40,7 +40,6 @@ def selected(
     return table, memory
 
 
-@settings(max_examples=40, deadline=None)
 @given(window=st.integers(1, 30), seq_lens=st.tuples(*[st.integers(0, 95)] * 3), layout=st.sampled_from(LAYOUTS))
 def test_windows(window: int, seq_lens: tuple[int, ...], layout: tuple[int, int]) -> None:
     """All ranks have the same positions, and each rank the slots of its own."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.http_load import Answer, describe_lost
@@ -21,7 +21,6 @@ from tests.support.ranks import run_ranks
 
 
 @given(rate=st.sampled_from([0.1, 3.0, 1e4]), seed=st.integers(0, 1 << 40))
-@settings(max_examples=20, deadline=None)
 def test_arrivals_are_poisson(rate: float, seed: int) -> None:
     """The n-th arrival is a sum of n exponential gaps: mean n / rate, standard deviation sqrt(n) / rate.
 
@@ -41,7 +40,6 @@ def test_all_at_once() -> None:
 
 
 @given(input_lens=st.lists(st.integers(1, 9), min_size=1, max_size=3, unique=True), seed=st.integers(0, 99))
-@settings(max_examples=20, deadline=None)
 def test_lengths_are_drawn_evenly_from_the_lists(input_lens: list[int], seed: int) -> None:
     num, output_lens, vocab_size = 900, [2, 50], 20  # prompts of one token, too, draw every id
     load = make_load(num, 1.0, input_lens, output_lens, vocab_size, seed)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla import DCPConfig
@@ -83,7 +83,6 @@ def test_layers_of_the_models() -> None:
     assert (plan.entries_per_block(4), plan.entries_per_block(128)) == (64, 2)
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     size=st.sampled_from([1, 2, 3]),
     num_states=st.integers(1, 5),

@@ -16,7 +16,7 @@ from random import Random
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla.cache import disk_file
@@ -169,7 +169,6 @@ MOVES = st.lists(st.one_of(st.none(), st.tuples(st.integers(0, 3), st.integers(0
 
 
 @given(moves=MOVES)
-@settings(max_examples=40, deadline=None)
 def test_any_writes(tmp_path_factory: pytest.TempPathFactory, moves: list[Move]) -> None:
     """Compare with a dict of slots in the order of writes."""
     directory = tmp_path_factory.mktemp("blocks")

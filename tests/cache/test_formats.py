@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -92,7 +92,6 @@ def test_rounding_at_every_value_and_between() -> None:
 
 
 @given(**CASES, scale=st.floats(2.0**-20, 2.0**20, width=32))
-@settings(max_examples=30, deadline=None)
 def test_fp8_rows(seed: int, dtype: torch.dtype, scale: float) -> None:
     """Codes are the nearest to value / scale; dequantized, off by 2^-4 or half the smallest step, or saturated."""
     kv_c, k_pe = numbers(3, 40, dtype, seed), numbers(3, 6, dtype, seed + 1)
@@ -107,7 +106,6 @@ def test_fp8_rows(seed: int, dtype: torch.dtype, scale: float) -> None:
 
 
 @given(**CASES, magnitude=st.integers(-140, 100))
-@settings(max_examples=30, deadline=None)
 def test_fp8_ds_mla_rows(seed: int, dtype: torch.dtype, magnitude: int) -> None:
     """Each tile is scaled by its own largest value, down to float32 denormals; k_pe is in bfloat16."""
     kv_c, k_pe = numbers(3, 384, torch.float32, seed), numbers(3, 6, torch.bfloat16, seed + 1)

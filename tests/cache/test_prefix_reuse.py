@@ -5,7 +5,6 @@ forgotten first.
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -65,7 +64,6 @@ class Reuse(RuleBasedStateMachine):
 
 
 TestReuse = Reuse.TestCase
-TestReuse.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 
 
 def hold(allocator: BlockAllocator, tokens: list[int]) -> list[int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla.__main__ import main
@@ -258,7 +258,6 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
 
 
 @given(texts=st.lists(st.text(), max_size=5), cut=st.integers(0, 400))
-@settings(max_examples=60, deadline=None)
 def test_a_file_cut_anywhere_is_whole_lines_again(
     texts: list[str], cut: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -6,7 +6,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla.attention.mla.decode import dcp_mla_decode, decode_call
@@ -52,7 +52,6 @@ def count_seen(decodes: DecodeLayout, requests: Requests) -> list[int]:
     return counts
 
 
-@settings(deadline=None)
 @given(requests=REQUESTS, sizes=LAYOUTS, rows=st.integers(16, 1 << 12))
 def test_each_token_sees_what_is_before_it(requests: Requests, sizes: tuple[int, int, int], rows: int) -> None:
     """Pieces cover all tokens in order, with their request's row of the table; parts are bounded and alike on ranks."""
@@ -84,7 +83,6 @@ def test_each_token_sees_what_is_before_it(requests: Requests, sizes: tuple[int,
     assert all(each == ranges[0] for each in ranges)
 
 
-@settings(deadline=None)
 @given(
     contexts=st.lists(st.integers(0, 60), min_size=1, max_size=6),
     sizes=LAYOUTS,
@@ -107,7 +105,6 @@ def test_graphs_find_their_steps_in_place(
     assert step.local_seq_lens.data_ptr() == decodes.tokens.local_seq_lens.data_ptr()
 
 
-@settings(max_examples=60, deadline=None)
 @given(batch=batches())
 def test_lengths_alone_give_the_tokens_of_a_step(batch: Batch) -> None:
     for step in batch.build():
@@ -136,7 +133,6 @@ def test_segments_attend_as_whole_requests(rows: int, monkeypatch: pytest.Monkey
         torch.testing.assert_close(torch.cat(outs)[token].double(), expected, atol=1e-5, rtol=0)
 
 
-@settings(deadline=None)
 @given(
     num_heads=st.sampled_from([1, 3, 16, 128]),
     lens=st.lists(st.integers(1, 128), min_size=1, max_size=20),
@@ -168,7 +164,6 @@ def vllm_step(requests: Requests, owner: Owner, padding: int = 0) -> SimpleNames
     )
 
 
-@settings(deadline=None)
 @given(requests=REQUESTS, sizes=LAYOUTS, uniform=st.sampled_from([0, 1, 3]), padding=st.integers(0, 2))
 def test_each_token_selects_from_what_is_before_it(
     requests: Requests, sizes: tuple[int, int, int], uniform: int, padding: int
@@ -196,7 +191,6 @@ def test_each_token_selects_from_what_is_before_it(
         assert all(old.data_ptr() == new.data_ptr() for old, new in zip(*columns, strict=True))
 
 
-@settings(deadline=None)
 @given(
     requests=REQUESTS,
     dcp_size=st.integers(1, 4),

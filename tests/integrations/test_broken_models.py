@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -93,7 +93,6 @@ def test_a_field_is_taken_or_named(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", MODEL_TYPES)
-@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_a_field_of_any_type_is_taken_or_named(
     family: str, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tiktoken
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -125,7 +125,6 @@ def texts() -> st.SearchStrategy[str]:
     return st.lists(st.builds(str.__mul__, pieces, st.sampled_from([1, 1, 1, 2, 9])), max_size=12).map("".join)
 
 
-@settings(deadline=None, max_examples=400)
 @given(text=texts())
 def test_ids_and_text_are_tiktokens(tokenizer: Any, text: str) -> None:
     token_ids = tokenizer.encode(text)
@@ -141,14 +140,12 @@ def test_ids_of_hand_picked_texts(tokenizer: Any, text: str) -> None:
     assert tokenizer.decode(token_ids) == text
 
 
-@settings(deadline=None, max_examples=200)
 @given(token_ids=st.lists(st.integers(0, FIRST + 255), max_size=30))
 def test_text_of_any_tokens(tokenizer: Any, token_ids: list[int]) -> None:
     """Characters cut anywhere, too."""
     assert tokenizer.decode(token_ids) == ORACLE.decode(token_ids)
 
 
-@settings(deadline=None, max_examples=100)
 @given(text=texts())
 def test_streamed_text_is_the_whole_text(tokenizer: Any, text: str) -> None:
     token_ids = tokenizer.encode(text)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -111,7 +111,6 @@ def on(device: str, case: tuple[Tensor, Tensor, Tensor, ExpertWeights]) -> Any:
     return *(tensor.to(device) for tensor in tensors), ExpertWeights(*moved)
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     kind=st.sampled_from(FORMATS),
     num_tokens=st.integers(0, 9),

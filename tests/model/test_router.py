@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -152,7 +152,6 @@ ROUTERS = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
 @given(how=ROUTERS, seed=st.integers(0, 1000), has_bias=st.booleans())
 def test_against_brute_force(how: Router, seed: int, has_bias: bool) -> None:
     """Few distinct logits, so that scores and group scores are equal; biases are sums of powers of two."""

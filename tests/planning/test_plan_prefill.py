@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla.attention.costs import Rates, RouteCosts
@@ -162,7 +162,6 @@ lengths = st.tuples(st.integers(1, 9000), st.integers(0, 1_000_000))
 
 
 @given(costs=settings_of_models, piece=lengths, longer=lengths)
-@settings(deadline=None)
 def test_longer_pieces_take_no_less(costs: PrefillCosts, piece: tuple[int, int], longer: tuple[int, int]) -> None:
     new, context = piece
     time = costs.piece_us(new, context)
@@ -171,7 +170,6 @@ def test_longer_pieces_take_no_less(costs: PrefillCosts, piece: tuple[int, int],
 
 
 @given(costs=settings_of_models, limit=st.integers(1, 9000), context=st.integers(0, 1_000_000), share=st.floats(0, 1))
-@settings(deadline=None)
 def test_pieces_fit_into_a_step(costs: PrefillCosts, limit: int, context: int, share: float) -> None:
     """A step's first piece may exceed the limit; others never do."""
     room_us = share * costs.max_prefill_us
@@ -183,7 +181,6 @@ def test_pieces_fit_into_a_step(costs: PrefillCosts, limit: int, context: int, s
 
 
 @given(costs=settings_of_models, context=st.integers(0, 1_000_000))
-@settings(deadline=None)
 def test_no_tile_and_no_selection_makes_a_token_more_cheaper(costs: PrefillCosts, context: int) -> None:
     """Around every size at which a route changes its tiles, or a layer starts to select."""
     for edge in (1, 8, 128, 256, 1056, 2048, max(1, 2048 - context), max(1, 8192 - context)):

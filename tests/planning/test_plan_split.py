@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla.__main__ import main
@@ -185,7 +185,6 @@ def fewest_gpus(traffic: Traffic, servers: list[FakeServer]) -> float:
 
 
 @given(traffic=TRAFFICS, server=SERVERS, num_gpus=st.integers(1, 16), growth=st.floats(1, 3))
-@settings(deadline=None, max_examples=50)
 def test_what_keeps_up_with_a_load_keeps_up_with_less(
     traffic: Traffic, server: FakeServer, num_gpus: int, growth: float
 ) -> None:
@@ -196,14 +195,12 @@ def test_what_keeps_up_with_a_load_keeps_up_with_less(
 
 
 @given(traffic=TRAFFICS, servers=st.lists(SERVERS, min_size=1, max_size=2), growth=st.floats(1, 3))
-@settings(deadline=None, max_examples=30)
 def test_more_load_never_needs_fewer_gpus(traffic: Traffic, servers: list[FakeServer], growth: float) -> None:
     heavier = replace(traffic, request_rate=traffic.request_rate * growth)
     assert fewest_gpus(traffic, servers) <= fewest_gpus(heavier, servers)
 
 
 @given(traffic=TRAFFICS, servers=st.lists(SERVERS, min_size=1, max_size=3), num_gpus=st.integers(1, 16))
-@settings(deadline=None, max_examples=50)
 def test_only_what_keeps_up_is_recommended(traffic: Traffic, servers: list[FakeServer], num_gpus: int) -> None:
     splits = all_splits(MACHINE, traffic, servers, num_gpus)
     assert all(split.num_gpus <= num_gpus for split in splits)

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import transformers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla.integrations.model_size import read_model
@@ -75,7 +75,6 @@ def test_the_floor_of_a_step_by_hand(v3: ModelSize) -> None:
     batch=st.integers(1, 64),
     context=st.integers(1, 300_000),
 )
-@settings(max_examples=20, deadline=None)
 def test_crossover_is_where_dcp_starts_to_win(dcp: int, kv_cache_dtype: str, batch: int, context: int) -> None:
     model = read_v3()
     sharded, plain = (Setting(tp=8, dcp=size, kv_cache_dtype=kv_cache_dtype) for size in (dcp, 1))

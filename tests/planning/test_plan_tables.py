@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -231,7 +231,6 @@ def test_bytes_of_a_cache_row(kv_cache_dtype: str, num_bytes: int, v3: ModelSize
 
 
 @given(dcp=st.sampled_from([1, 2, 4, 8]), batch=st.integers(1, 64), context=st.integers(1, 300_000))
-@settings(max_examples=30, deadline=None)
 def test_what_fits_is_what_the_cache_takes(dcp: int, batch: int, context: int) -> None:
     model = read_v3()
     plan = make_plan(Deployment(H200X8, model, Setting(tp=8, dcp=dcp, kv_cache_dtype="bf16")), batch, context)

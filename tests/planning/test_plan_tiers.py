@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla.__main__ import main
@@ -99,7 +99,6 @@ def test_each_rank_loads_its_part_over_its_own_link(dcp: int, v3: ModelSize) -> 
 
 
 @given(dcp=st.sampled_from([1, 8]), num_tokens=st.integers(1, 1 << 20), context=st.integers(0, 1 << 20))
-@settings(deadline=None, max_examples=50)
 def test_the_cheaper_way_is_chosen(dcp: int, num_tokens: int, context: int) -> None:
     model = read_v3()
     pieces = PrefillCosts(Deployment(H200X8, model, plan_of(model, dcp=dcp)), 8192)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
     LogitsProcessorList,
@@ -57,7 +57,6 @@ def alone(prompt: list[int], params: SamplingParams) -> list[int]:
 
 
 @given(requests=st.lists(st.tuples(prompts, some_params), min_size=1, max_size=5), budget=st.sampled_from([4, 64]))
-@settings(max_examples=40, deadline=None)
 def test_tokens_are_those_of_transformers(requests: list[tuple[list[int], SamplingParams]], budget: int) -> None:
     """Also with prompts in pieces, and of requests that are computed again."""
     engine = make_engine(8, budget, model=TableModel())

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dcpmla.parallel.collectives import is_failed_collective
@@ -133,7 +133,6 @@ BOTH_WAYS = Load([([0] * 16, 1, 1, 1000), ([0] * 17, 1, 0, 1000)], 5, 12, 6, 1, 
 
 @given(load=loads())
 @example(load=BOTH_WAYS)
-@settings(max_examples=80, deadline=None)
 def test_every_request_gets_what_it_gets_alone(load: Load) -> None:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as directory:
         patch.setattr(offload, "_STORED_TOGETHER", load.num_stored_together)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dcpmla.cache.blocks import BlockAllocator
@@ -42,7 +42,6 @@ from tests.support.hash_model import (
     ahead=st.booleans(),
     abort_at=st.integers(1, 30),
 )
-@settings(max_examples=60, deadline=None)
 def test_every_request_gets_what_it_gets_alone(
     load: Load, num_drafts: int, share: float, with_graph: bool, ahead: bool, abort_at: int
 ) -> None:
@@ -79,7 +78,6 @@ def test_every_request_gets_what_it_gets_alone(
     share=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
     choice=st.integers(0, 99),
 )
-@settings(max_examples=25, deadline=None)
 def test_sampled_requests_get_what_they_get_without_drafts(
     load: Load, num_drafts: int, share: float, choice: int
 ) -> None:
@@ -266,7 +264,6 @@ def test_requests_that_cannot_draft_want_no_drafts() -> None:
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 5))
-@settings(max_examples=60, deadline=None)
 @example(text=[1, 1, 1, 0, 1, 1, 1, 2, 1, 1, 1], num_wanted=1)
 def test_a_lookup_finds_the_latest_of_the_longest_matches(text: list[int], num_wanted: int) -> None:
     best = (2, 0)

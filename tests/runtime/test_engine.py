@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla.parallel.collectives import PeerFault
@@ -50,7 +50,6 @@ def loads(draw: st.DrawFn) -> Load:
 
 
 @given(load=loads())
-@settings(max_examples=250, deadline=None)
 def test_every_request_gets_what_it_gets_alone(load: Load) -> None:
     engine = make_engine(load.num_blocks, load.max_num_batched_tokens, load.max_num_seqs)
     requests: dict[int, Request] = {}

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla.runtime.engine import Engine
@@ -213,7 +213,6 @@ def serve(engine: Engine, load: list[Ask]) -> tuple[list[Request], list[Request]
     budget=st.sampled_from([1, 3, 9, 64]),
     seqs=st.integers(1, 5),
 )
-@settings(max_examples=250, deadline=None)
 def test_every_request_gives_the_text_that_it_gives_alone(load: list[Ask], spare: int, budget: int, seqs: int) -> None:
     largest = max(-(-(len(ask.prompt) + ask.params.max_new_tokens - 1) // BLOCK) for ask in load)
     engine = make_engine(largest + spare, budget, seqs, tokenizer=Letters())

@@ -7,7 +7,7 @@ from hashlib import sha256
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -74,7 +74,6 @@ _prompts = st.lists(st.tuples(st.integers(0, 3), _tokens, st.integers(1, 14)), m
     drafts=st.sampled_from([0.0, 0.5]),
     num_host_blocks=st.sampled_from([0, 3]),
 )
-@settings(max_examples=150, deadline=None)
 def test_the_form_of_a_token_follows_from_its_position(
     drawn: list[tuple[int, list[int], int]],
     spare: int,

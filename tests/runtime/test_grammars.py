@@ -122,7 +122,6 @@ class Guesses(HashDrafter):
     with_graph=st.booleans(),
     ahead=st.booleans(),
 )
-@settings(max_examples=30, deadline=None)
 def test_every_request_gets_what_a_plain_loop_chooses(
     load: Load, order: list[int], share: float, num_drafts: int, with_graph: bool, ahead: bool
 ) -> None:
@@ -156,7 +155,7 @@ def free_tokens(prompt: Sequence[int], num_new: int) -> list[int]:
 
 
 @given(schema=SCHEMAS, seed=st.integers(0, 1 << 30))
-@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 def test_texts_of_random_schemas_are_valid(schema: dict[str, Any], seed: int) -> None:
     """Of random allowed tokens, whatever a model would prefer."""
     matcher, rng = compile_grammar(VOCABULARY, "json_schema", json.dumps(schema)), np.random.default_rng(seed)

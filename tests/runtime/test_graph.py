@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -77,7 +77,6 @@ def test_sizes_are_those_of_vllm() -> None:
 @given(
     batches=st.lists(st.lists(st.integers(1, MAX_MODEL_LEN), min_size=1, max_size=MAX_NUM_SEQS), min_size=1, max_size=4)
 )
-@settings(max_examples=50, deadline=None)
 def test_nothing_of_earlier_steps_is_left(batches: list[list[int]]) -> None:
     cache = make_cache()
     graph, memory = make_graph(cache=cache), set()
@@ -95,7 +94,6 @@ def test_nothing_of_earlier_steps_is_left(batches: list[list[int]]) -> None:
 
 
 @given(query_lens=st.lists(st.integers(1, 3), min_size=1, max_size=MAX_NUM_SEQS))
-@settings(max_examples=30, deadline=None)
 def test_requests_of_several_tokens_repeat_their_last(query_lens: list[int]) -> None:
     cache, padded = make_cache(), list[Tensor]()
     graph = StepGraph.decodes(
@@ -241,7 +239,6 @@ def outcomes(load: Load, with_graph: bool) -> list[tuple[list[int], str | None]]
 
 
 @given(load=loads())
-@settings(max_examples=60, deadline=None)
 def test_engine_with_and_without_graph(load: Load) -> None:
     assert outcomes(load, with_graph=True) == outcomes(load, with_graph=False)
 

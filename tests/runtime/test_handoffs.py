@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla.runtime import scheduler as scheduler_module
@@ -47,7 +47,6 @@ def prompts(draw: st.DrawFn) -> list[tuple[list[int], int, int, int]]:
     with_graph=st.booleans(),
     num_host_blocks=st.sampled_from([0, 20]),
 )
-@settings(max_examples=50, deadline=None)
 def test_every_request_gets_what_it_gets_alone(
     drawn: list[tuple[list[int], int, int, int]],
     seed: int,

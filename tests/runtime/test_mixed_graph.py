@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla.attention.costs import RouteCosts
@@ -48,7 +48,6 @@ class RandomCosts:
     seed=st.integers(0, 100),
     num_drafts=st.sampled_from([0, 2]),
 )
-@settings(max_examples=40, deadline=None)
 def test_answers_are_those_without_graphs(prompts: list[list[int]], budget: int, seed: int, num_drafts: int) -> None:
     drafter = HashDrafter(num_drafts, 0.5, always=True) if num_drafts else None
     sizes = Sizes()
@@ -194,7 +193,6 @@ def test_limits_are_at_least_one(limit: str) -> None:
     padding=st.integers(0, 9),
     rank=st.integers(0, 1),
 )
-@settings(deadline=None)
 def test_columns_are_those_of_a_step(lens: list[tuple[int, int]], width: int, padding: int, rank: int) -> None:
     dcp = DCPConfig(tensor_parallel_size=2, decode_context_parallel_size=2, block_size=BLOCK)
     steps, query_lens = StepBuilder(dcp, rank), [new for new, _ in lens]

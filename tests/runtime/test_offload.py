@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla.cache.host import HostMemory
@@ -75,7 +75,6 @@ def check_empty(engine: Engine) -> None:
 
 
 @given(load=loads())
-@settings(max_examples=60, deadline=None)
 def test_every_request_gets_what_it_gets_alone(load: Load) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offload, "_STORED_TOGETHER", load.num_stored_together)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
@@ -67,7 +67,6 @@ prompts = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=14)
 
 
 @given(requests=st.lists(st.tuples(prompts, some_params), min_size=1, max_size=5), budget=st.sampled_from([4, 64]))
-@settings(max_examples=25, deadline=None)
 def test_penalized_tokens(requests: list[tuple[list[int], SamplingParams]], budget: int) -> None:
     """Also of the token under way, with prompts in pieces, and of requests that are computed again."""
     engine = make_engine(8, budget, model=TableModel())
@@ -88,7 +87,6 @@ def test_repeated_tokens_of_negative_logits(repetition: float, monkeypatch: pyte
 
 
 @given(min_p=st.floats(0.01, 1), temperature=st.sampled_from([0.5, 1.0, 3.0]), seed=st.integers(0, 99))
-@settings(max_examples=20, deadline=None)
 def test_min_p_is_transformers_(min_p: float, temperature: float, seed: int) -> None:
     logits = 3 * torch.randn(3, 50, generator=torch.Generator().manual_seed(seed))
     params = SamplingParams(temperature=temperature, min_p=min_p)
@@ -121,7 +119,6 @@ def check_entry(entry: TokenLogprobs, before: int, num_top: int) -> None:
     budget=st.sampled_from([4, 64]),
     max_scored=st.sampled_from([3, 256]),
 )
-@settings(max_examples=25, deadline=None)
 def test_log_probabilities(requests: list[tuple[list[int], Any, Any, float]], budget: int, max_scored: int) -> None:
     """Of prompts as well: cached ones, in pieces, of requests that are computed again."""
     with pytest.MonkeyPatch.context() as patch:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla.cache.blocks import BlockAllocator, block_key, salt_key
@@ -169,7 +169,6 @@ def test_states_are_found_where_a_prompt_ends(prompt: list[int], waits: bool) ->
     budget=st.sampled_from([3, 8, 64]),
     per_step=st.integers(1, 6),
 )
-@settings(max_examples=100, deadline=None)
 def test_no_block_is_computed_twice(ends: list[list[int]], shared: list[int], budget: int, per_step: int) -> None:
     """With room for all, no two requests compute a block that both can find."""
     model = HashModel()

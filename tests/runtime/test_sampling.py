@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -108,7 +108,6 @@ def test_frequencies(params: SamplingParams) -> None:
     assert ((counts - expected)[kept] ** 2 / expected[kept]).sum() < freedom + 8 * math.sqrt(2 * freedom)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 1000), st.lists(some_params(), min_size=1, max_size=6), st.data())
 def test_a_row_does_not_depend_on_its_neighbours(
     logits_seed: int, params: list[SamplingParams], data: st.DataObject
@@ -190,7 +189,6 @@ def test_ties() -> None:
     }
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 1000), st.floats(0.001, 0.999), st.sampled_from([3, 300, 5000]), st.booleans())
 def test_nucleus_is_that_of_a_stable_sort(seed: int, top_p: float, vocab: int, with_ties: bool) -> None:
     """Whatever the values' signs and digits: also of logits that few bits tell apart, or none."""

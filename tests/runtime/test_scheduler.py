@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import dcpmla.runtime.batch as batch_module
@@ -103,7 +103,6 @@ def requests_of(load: Load) -> list[list[Request]]:
     num_states=st.sampled_from([0, 20]),
     num_aborts=st.integers(0, 2),
 )
-@settings(max_examples=150, deadline=None)
 def test_all_requests_finish_and_ranks_decide_alike(
     load: Load, num_blocks: int, budget: int, max_num_seqs: int, max_scored: int, num_states: int, num_aborts: int
 ) -> None:
@@ -149,7 +148,6 @@ prompts = st.builds(lambda ones, end: ones * [1] + end, st.integers(0, 20), st.l
     prompt=prompts.filter(len),
     is_scored=st.booleans(),
 )
-@settings(max_examples=300, deadline=None)
 def test_coming_blocks_are_those_found_by_comparing_tokens(
     running: list[tuple[list[int], int]], prompt: list[int], is_scored: bool
 ) -> None:
@@ -209,7 +207,6 @@ def test_scored_prompts_keep_their_order_among_a_stream_of_others() -> None:
 
 
 @given(load=loads, budget=st.sampled_from([7, 64, 500]), seed=st.integers(0, 20), num_blocks=st.integers(12, 40))
-@settings(max_examples=100, deadline=None)
 def test_prompts_beside_decodes_take_bounded_time(load: Load, budget: int, seed: int, num_blocks: int) -> None:
     """Ranks decide alike, all requests finish, and pieces beside decodes exceed the limit by the last one at most."""
     costs = DrawnCosts(seed)

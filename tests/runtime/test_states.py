@@ -1,7 +1,7 @@
 """States of requests: under any load each request goes on from the state after exactly the tokens it has computed."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla.cache.blocks import BlockAllocator
@@ -79,7 +79,6 @@ def load(tier: HostTier, loading: Loading, memory: dict[int, list[int]], host: d
     tier.blocks.release(loading.keys)
 
 
-@settings(max_examples=60, deadline=None)
 @given(prompts=prompts, room=st.integers(0, 20), more=st.integers(0, 3), budget=st.integers(1, 40))
 def test_requests_go_on_from_their_own_states(prompts: list[list[int]], room: int, more: int, budget: int) -> None:
     longest = -(-max(len(prompt) + 5 for prompt in prompts) // BLOCK)
@@ -94,7 +93,6 @@ def test_requests_go_on_from_their_own_states(prompts: list[list[int]], room: in
     assert sorted(state for state in taken if state is not None) == list(range(3 + more))
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     prompts=prompts,
     room=st.integers(0, 8),
@@ -181,7 +179,6 @@ def test_prompts_part_after_the_last_block_that_they_share() -> None:
     assert [scheduler.reuse._forks.borders(request) for request in requests] == [[4, 12], [4, 5]]
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     parents=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30)), min_size=2, max_size=7),
     budget=st.sampled_from([5, 9, 16, 200]),

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla.serving.chat_body import ChatBody
@@ -193,7 +193,6 @@ NAMES = st.sampled_from([*CompletionBody.model_fields, *ChatBody.model_fields, "
 
 
 @given(fields=st.dictionaries(NAMES, JSON, max_size=6), is_chat=st.booleans())
-@settings(max_examples=150, deadline=None)
 def test_any_json_is_a_body_or_an_error(fields: dict[str, Any], is_chat: bool) -> None:
     kind: Any = ChatBody if is_chat else CompletionBody
     with suppress(ApiError):

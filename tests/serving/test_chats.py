@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla.cli.serve import _read_template
@@ -199,7 +199,6 @@ BODIES: list[tuple[type[ChatRequest], str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("kind", "items", "good"), BODIES)
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
 def test_any_json_is_a_conversation_or_an_error(
     kind: type[ChatRequest], items: str, good: dict[str, Any], data: st.DataObject
 ) -> None:

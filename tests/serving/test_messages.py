@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla.runtime.grammar import Grammar
@@ -153,7 +153,6 @@ IDS = st.lists(NUMBERS, max_size=5)
 MOVES = st.builds(Move, TEXTS, st.none() | st.tuples(TEXTS, TEXTS), st.none() | TOKENS, TEXTS)
 
 
-@settings(max_examples=200)
 @given(
     st.builds(Submit, IDS, IDS, IDS, PARAMETERS, TEXTS, MOVES)
     | st.builds(Abort, IDS)
@@ -165,7 +164,6 @@ def test_any_command_is_read_as_it_was_sent(command: Command) -> None:
     assert [*unpack_commands(pack(command) * 2)] == [command] * 2
 
 
-@settings(max_examples=200)
 @given(
     st.builds(Report, st.lists(OUTPUTS, max_size=3), NUMBERS, NUMBERS, NUMBERS, st.floats(0, 1), st.just({}))
     | st.builds(Wanted, NUMBERS, IDS, PARAMETERS, TEXTS)

@@ -8,7 +8,7 @@ import anthropic
 import httpx2
 import openai
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla.serving.anthropic_body import MessagesBody
@@ -26,6 +26,7 @@ from dcpmla.serving.responses_reply import ResponsesReply
 from dcpmla.serving.slices import slices
 from tests.serving.chat.answers import TEMPLATES, Call, cut, parser_of, render, some_calls
 from tests.support.agent import TEMPLATE, WEATHER, call
+from tests.support.examples import few
 from tests.support.scripted import RunningScript, scripted_tokenizer, serve_script
 from tests.support.servers import KEY
 from tests.support.whole_answers import whole_of
@@ -132,7 +133,7 @@ ROUTES: dict[str, tuple[Any, Any, type, Callable[..., Blocks], dict[str, Any]]] 
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("name", [*FORMATS, "chained"])
-@settings(max_examples=5, deadline=None)
+@few
 @given(data=st.data())
 def test_blocks_come_as_they_were_written(name: str, route: str, data: st.DataObject) -> None:
     written = "glm47" if name == "chained" else name

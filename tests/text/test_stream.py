@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla.text.stream import TextStream
@@ -59,7 +59,6 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, bool]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pieces_are_the_whole_text(family: str) -> None:
-    @settings(deadline=None, max_examples=50)
     @given(token_ids_of(family))
     def check(token_ids: list[int]) -> None:
         assert "".join(streamed(new_stream(tokenizer_of(family)), token_ids)) == whole(family, token_ids)
@@ -69,7 +68,6 @@ def test_pieces_are_the_whole_text(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pieces_end_before_a_stop_string(family: str) -> None:
-    @settings(deadline=None, max_examples=50)
     @given(token_ids_of(family), st.data())
     def check(token_ids: list[int], data: st.DataObject) -> None:
         text = whole(family, token_ids)
@@ -87,7 +85,6 @@ def test_pieces_end_before_a_stop_string(family: str) -> None:
 def test_certain_text_comes_at_once(family: str) -> None:
     """After each token: all characters that are whole by then."""
 
-    @settings(deadline=None, max_examples=25)
     @given(token_ids_of(family))
     def check(token_ids: list[int]) -> None:
         stream = new_stream(tokenizer_of(family))
@@ -100,7 +97,6 @@ def test_certain_text_comes_at_once(family: str) -> None:
         check()
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(1, 256), max_size=60))
 def test_text_after_broken_bytes_is_right_again(broken: list[int]) -> None:
     """With byte fallback, what comes out of the bytes themselves depends on where they were cut."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.small_tokenizers import FAMILIES as ALL_FAMILIES
@@ -33,7 +33,6 @@ def offsets_of(family: str, prompt: Sequence[int], new: Sequence[int]) -> list[i
 def test_pieces_are_what_new_tokens_add_to_the_prompt(family: str) -> None:
     """Prompts of texts, so they end with a whole character; special tokens may be anywhere."""
 
-    @settings(deadline=None, max_examples=25)
     @given(texts(), texts(), st.integers(0, 20), token_ids_of(family))
     def check(before: str, after: str, num_special: int, new: list[int]) -> None:
         if family == "byte_fallback":
@@ -47,7 +46,6 @@ def test_pieces_are_what_new_tokens_add_to_the_prompt(family: str) -> None:
     check()
 
 
-@settings(deadline=None, max_examples=100)
 @given(texts(), st.data())
 def test_a_text_cut_anywhere(text: str, data: st.DataObject) -> None:
     """If the prompt ends inside a character, the answer begins with that character, complete."""
@@ -105,7 +103,6 @@ def test_spaces_between_whole_words_belong_to_no_token() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stop_strings_are_in_new_text_only(family: str) -> None:
-    @settings(deadline=None, max_examples=25)
     @given(token_ids_of(family), st.text("the ab世", min_size=1, max_size=2))
     def check(new: list[int], stop: str) -> None:
         prompt = tokenizer_of(family).encode("the lazy dog", add_special_tokens=False)
@@ -118,7 +115,6 @@ def test_stop_strings_are_in_new_text_only(family: str) -> None:
 
 @pytest.mark.parametrize("family", [*FAMILIES, "word_level"])
 def test_offsets_never_decrease_and_stay_in_the_text(family: str) -> None:
-    @settings(deadline=None, max_examples=25)
     @given(token_ids_of(family), token_ids_of(family))
     def check(prompt: list[int], new: list[int]) -> None:
         offsets, length = offsets_of(family, prompt, new), len(answer(family, prompt, new))
@@ -130,7 +126,6 @@ def test_offsets_never_decrease_and_stay_in_the_text(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["byte_level", "straddling"])
 def test_offsets_are_of_first_characters(family: str) -> None:
-    @settings(deadline=None, max_examples=25)
     @given(texts())
     def check(text: str) -> None:
         text = text.replace("\ufffd", "")

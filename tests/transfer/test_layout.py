@@ -7,7 +7,7 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla.transfer.layout import CacheLayout, StateSpec, TokenSpec
@@ -46,7 +46,6 @@ def moved(parts: list[Part], tensor: int) -> list[int]:
     first=st.integers(0, 40),
     max_bytes=st.sampled_from([24, 100, 5000]),
 )
-@settings(max_examples=60, deadline=None)
 def test_each_row_arrives_once(
     source: CacheLayout, target: CacheLayout, cuts: list[int], first: int, max_bytes: int
 ) -> None:
@@ -75,7 +74,6 @@ def test_each_row_arrives_once(
 
 
 @given(source=layouts(), target=layouts(), num_tokens=st.integers(1, 9))
-@settings(max_examples=60, deadline=None)
 def test_each_byte_of_a_state_arrives_once(source: CacheLayout, target: CacheLayout, num_tokens: int) -> None:
     for target_rank in range(target.tp_size):
         for tensor, (here, there) in enumerate(zip(source.states, target.states, strict=True)):

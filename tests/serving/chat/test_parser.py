@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dcpmla.serving.chat.formats import FORMATS
@@ -35,7 +35,6 @@ def as_values(calls: list[Call]) -> list[Call]:
 
 
 @pytest.mark.parametrize("name", [*NAMES, "longcat_tags"])
-@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_round_trip(name: str, data: st.DataObject) -> None:
     template = TEMPLATES.get(name, LONGCAT_TAGS)
@@ -52,7 +51,6 @@ def test_round_trip(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_text_without_calls_is_unchanged(name: str, data: st.DataObject) -> None:
     """Beginnings of markers, and whole markers without a call, are text."""
