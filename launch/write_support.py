@@ -44,16 +44,26 @@ _INTRODUCTION = """# What has run where
 
 `launch/write_support.py` writes this page from [recorded runs](../launch/tested_gpus.json) of the tests. A test counts
 for a feature if the engine or the layer that it built has shown it: a later piece of a prompt was computed, a draft was
-tried, a block was loaded. Only tests that passed count.
-
-A cell has `CPU`, or `GPU` with the card and the commit, and the number of GPUs if there were several; `refused` if an
-error names the option; or `never run`. Graphs are for GPUs alone. Models are tiny and random unless a test's name says
-otherwise.
+tried, a block was loaded. Only tests that passed count. Models are tiny and random unless a test's name says otherwise.
 """
+_LEGEND = """
+A cell names the runs above in which the family has shown the feature: `cpu` and `engines` are on CPUs, `gpu` on one
+GPU, `gpu_2` on two. `refused`: an error names the option. `no record`: none of these runs has shown it; what earlier
+runs showed inside engines is in [plugging_in.md](plugging_in.md).
+
+- chunks: a prompt in several pieces; prefix hits: blocks of an earlier request; graphs: steps as CUDA graphs, or on
+  CPUs as a stand-in that replays them; host, disk: blocks loaded from there; transfers: between prefill and decode
+  servers.
+- Families that the transformers of a machine (column versions) does not have run on the others alone: Mistral Large 4,
+  Sarvam-105B, Ling and dots3 need 5.24.
+- Kimi-K3's text has Kimi Linear's model type, and counts as that inside vLLM.
+"""
+# Parts of `run_tests.py`, in the order of the table.
+_PARTS = ("cpu", "engines", "gpu", "gpu_2", "gpu_4", "gpu_8", "engines_gpu")
 
 Record = dict[str, Any]
-# A part's name, the number of its ranks, and the tests; by outcome.
-Cell = list[tuple[str, str, Shown]]
+# A part's name, the model type, the outcome and the tests.
+Cell = list[tuple[str, str, str, Shown]]
 
 
 def main() -> None:
@@ -81,61 +91,53 @@ def render(record: Record) -> str:
     rows = {title: {name: cell_of(parts, types, name) for name in FEATURES} for title, types in ROWS.items()}
     table = [["family", *FEATURES.values()], ["---"] * (1 + len(FEATURES))]
     for title, cells in rows.items():
-        table.append([f"[{title}](#{_anchor(title)})", *(short(cell, parts) for cell in cells.values())])
-    sections = [_INTRODUCTION, "\n".join(map(_line, table)) + "\n", _runs(parts)]
-    sections += [_section(title, cells, parts) for title, cells in rows.items()]
+        table.append([f"[{title}](#{_anchor(title)})", *map(short, cells.values())])
+    sections = [_INTRODUCTION, _runs(parts), "## Families\n", "\n".join(map(_line, table)) + "\n" + _LEGEND]
+    sections += [_section(title, cells) for title, cells in rows.items()]
     return "\n".join(sections)
 
 
 def cell_of(parts: Record, types: Sequence[str], feature: str) -> Cell:
-    """Return the tests of a row and a feature, of CPUs first and refusals last: (part, outcome, tests)."""
+    """Return the tests of a row and a feature in the order of the parts, refusals last."""
     found: Cell = []
-    for part, run in parts.items():
+    for part in filter(parts.__contains__, _PARTS):
         for family in types:
-            outcomes = run.get("features", {}).get(family, {}).get(feature, {})
-            found += [(part, outcome, shown) for outcome, shown in outcomes.items()]
-    return sorted(found, key=lambda each: (each[1] == REFUSED, each[1] != "cpu", each[2]["ranks"], each[0]))
+            outcomes = parts[part].get("features", {}).get(family, {}).get(feature, {})
+            found += [(part, family, outcome, shown) for outcome, shown in outcomes.items()]
+    return sorted(found, key=lambda each: each[2] == REFUSED)
 
 
-def short(cell: Cell, parts: Record) -> str:
+def short(cell: Cell) -> str:
     """Return the text of a cell: refusals only where nothing has run."""
-    ran = [each for each in cell if each[1] != REFUSED]
-    if not ran:
-        return REFUSED if cell else "never run"
-    labels = dict.fromkeys(label(part, outcome, shown, parts) for part, outcome, shown in ran)
-    cpu = ["CPU"] if "CPU" in labels else []
-    gpus = [text for text in labels if text != "CPU"]
-    return ", ".join([*cpu, *(["GPU " + ", ".join(gpus)] if gpus else [])])
-
-
-def label(part: str, outcome: str, shown: Shown, parts: Record) -> str:
-    """Return where tests have run: "CPU", or the number of GPUs, the card and the commit."""
-    if outcome == "cpu":
-        return "CPU"
-    name = re.search(r"\b[A-Z]+\d+\w*", outcome.removeprefix("NVIDIA "))
-    count = f"{shown['ranks']} x " if shown["ranks"] > 1 else ""
-    return f"{count}{name[0] if name else outcome} {parts[part]['commit'][:7]}"
+    ran = dict.fromkeys(part for part, _, outcome, _ in cell if outcome != REFUSED)
+    return ", ".join(ran) or (REFUSED if cell else "no record")
 
 
 def _runs(parts: Record) -> str:
     """Return the section on the recorded runs."""
-    table = [["part", "commit", "date", "cards", "versions", "passed", "failed", "skipped"], ["---"] * 8]
-    for part, run in parts.items():
+    names = ["part", "commit", "date", "cards", "versions", "minutes", "passed", "failed", "skipped"]
+    table = [names, ["---"] * len(names)]
+    for part in _PARTS:
+        if part not in parts:
+            table.append([part, "no record", *[""] * (len(names) - 2)])
+            continue
+        run = parts[part]
         versions = ", ".join(f"{name} {version}" for name, version in run.get("versions", {}).items())
         cards = ", ".join(dict.fromkeys(run["cards"])) or "none"
-        counts = (run["passed"], len(run["failed"]), sum(run["skipped"].values()))
+        counts = (f"{run.get('seconds', 0) / 60:.0f}", run["passed"], len(run["failed"]), sum(run["skipped"].values()))
         table.append([part, run["commit"][:7], run.get("date", ""), cards, versions, *map(str, counts)])
-    return "## Recorded runs\n\n" + ("\n".join(map(_line, table)) if parts else "None yet.") + "\n"
+    return "## Recorded runs\n\n" + "\n".join(map(_line, table)) + "\n"
 
 
-def _section(title: str, cells: dict[str, Cell], parts: Record) -> str:
+def _section(title: str, cells: dict[str, Cell]) -> str:
     """Return a family's section: its features with the tests that ran."""
     types = ", ".join(f"`{name}`" for name in ROWS[title])
     lines = [f"## {title}", "", f"Model types: {types}.", ""]
     for feature, cell in cells.items():
-        for part, outcome, shown in cell:
-            at = REFUSED if outcome == REFUSED else label(part, outcome, shown, parts)
-            lines.append(f"- {FEATURES[feature]}, {at} (part {part}): {', '.join(_tests(shown))}")
+        for part, family, outcome, shown in cell:
+            of = f" of `{family}`" if len(ROWS[title]) > 1 else ""
+            at = f"refused in {part}" if outcome == REFUSED else part
+            lines.append(f"- {FEATURES[feature]}{of}, {at}: {', '.join(_tests(shown))}")
     if lines[-1] == "":
         lines.append("No test has shown a feature.")
     return "\n".join(lines) + "\n"

@@ -84,14 +84,16 @@ def test_cells(tmp_path: Path) -> None:
         parts[part] |= counts
     assert parts["cpu"]["features"]["deepseek_v3"]["tp"]["cpu"]["count"] == 7
     assert len(parts["cpu"]["features"]["deepseek_v3"]["tp"]["cpu"]["tests"]) == 5
-    cells = {name: short(cell_of(parts, ("deepseek_v3",), name), parts) for name in FEATURES}
-    assert cells["tp"] == "CPU"
-    assert cells["dcp"] == "CPU, GPU H100 8fe6866, 2 x H200 8fe6866"
-    assert (cells["graphs"], cells["drafts"], cells["host"]) == ("GPU H100 8fe6866", "refused", "refused")
-    assert cells["vLLM"] == "never run"
+    cells = {name: short(cell_of(parts, ("deepseek_v3",), name)) for name in FEATURES}
+    assert cells["tp"] == "cpu"
+    assert cells["dcp"] == "cpu, gpu, gpu_2"
+    assert (cells["graphs"], cells["drafts"], cells["host"]) == ("gpu", "refused", "refused")
+    assert cells["vLLM"] == "no record"
     page = render({"parts": parts})
-    assert "| [DeepSeek-V3, R1, Kimi-K2](#deepseek-v3-r1-kimi-k2) | CPU | CPU, GPU H100 8fe6866, 2 x H200" in page
-    assert "- TP, CPU (part cpu): [a.py](../tests/a.py) `a`, " in page
+    assert "| [DeepSeek-V3, R1, Kimi-K2](#deepseek-v3-r1-kimi-k2) | cpu | cpu, gpu, gpu_2 |" in page
+    assert "| gpu_4 | no record |" in page
+    assert "- TP of `deepseek_v3`, cpu: [a.py](../tests/a.py) `a`, " in page
+    assert "- drafts of `deepseek_v3`, refused in gpu: [b.py]" in page
     assert "`e`, 2 more" in page
 
 
