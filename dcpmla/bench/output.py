@@ -28,9 +28,6 @@ class OutputCase(NamedTuple):
     heads: int
     tokens: int
 
-    def __str__(self) -> str:
-        return f"{self.heads} heads, {self.tokens:,} tokens"
-
 
 class OutputInputs:
     """Sets of random attention outputs [T, h, L] and W_UV [h, V, L], strided as in `w_kv_b`."""
@@ -67,6 +64,7 @@ class Output(Benchmark[OutputCase, OutputInputs]):
 
     ranks_of = "one"
     options = {"heads": "16,128", "tokens": "1,16,32,64,128,256,1024,4096"}
+    series = ("quantization",)
     sample_seconds = 1.0
 
     def cases(self) -> Iterator[OutputCase]:
@@ -94,11 +92,6 @@ class Output(Benchmark[OutputCase, OutputInputs]):
     @staticmethod
     def limits(row: Row) -> dict[str, float]:
         return {"different": _MOST_DIFFERENT}
-
-    def line(self, case: OutputCase, row: Row) -> str:
-        fused, apart, project = (f"{row[key]:>9,.1f} us" for key in ("median_us", "apart_us", "project_us"))
-        times = f"fused {fused}   apart {apart}   W_UV alone {project}   x {row['median_us'] / row['project_us']:.2f}"
-        return f"{case!s:<26} {row['quantization']:<16} {times}"
 
 
 def _quantizations(device: torch.device) -> dict[str, OutputQuant]:

@@ -37,9 +37,6 @@ class Reduced(NamedTuple):
     exchange: str
     tokens: int
 
-    def __str__(self) -> str:
-        return f"add_norm {self.exchange} of {self.tokens:,} tokens"
-
 
 class ReduceInputs:
     """Sets of random rows, one for each timed call and one more: partial ones of this rank, residuals of all ranks."""
@@ -97,6 +94,7 @@ class ReduceBenchmark(Benchmark[Reduced, ReduceInputs]):
         "tokens": "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192",
         "row_width": single(positive, 7168, "N", "the model's hidden size"),
     }
+    series = ("exchange",)
 
     def __init__(self, args: argparse.Namespace, job: Job) -> None:
         super().__init__(args, job)
@@ -135,7 +133,3 @@ class ReduceBenchmark(Benchmark[Reduced, ReduceInputs]):
     @staticmethod
     def limits(row: Row) -> dict[str, float]:
         return {"error": _LARGEST_ERRORS[row["dtype"]]}
-
-    def line(self, case: Reduced, row: Row) -> str:
-        load = f"{row['tp']} ranks, {case.tokens:>6,} tokens of {row['row_width']}"
-        return f"{case.exchange:<18} {load} {row['median_us']:>10,.1f} us"

@@ -122,10 +122,6 @@ class Serve(Benchmark[DCPConfig, None]):
             pass
         return served_row(engine, requests)
 
-    def line(self, case: DCPConfig, row: Row) -> str:
-        served = f"{row['requests_per_second']:,.2f} requests/s, {row['num_fit_mean']:,} fit"
-        return f"served under dcp {row['dcp']}: {served}"
-
     def summary(self, rows: Sequence[Row]) -> Iterator[str]:
         """Yield a table: a line for each name, a column for each DCP size."""
         cells = [[name, *(_cell(row[name]) for row in rows)] for name in rows[0]]
@@ -133,8 +129,8 @@ class Serve(Benchmark[DCPConfig, None]):
         for name, *values in cells:
             yield "  ".join([name.ljust(widths[0]), *map(str.rjust, values, widths[1:])])
 
-    @staticmethod
-    def plot(path: Path, rows: Sequence[Row]) -> None:
+    @classmethod
+    def plot(cls, path: Path, rows: Sequence[Row]) -> None:
         """Draw rates, running requests and mean latencies, a bar for each DCP size."""
         best, row = max(rows, key=itemgetter("requests_per_second")), rows[0]
         load = f"{row['num_requests']} requests, {row['request_rate']} a second, tp {row['tp']}"
@@ -152,14 +148,8 @@ def _dcp_configs(args: argparse.Namespace) -> list[DCPConfig]:
 
 
 def _cell(value: Any) -> str:
-    match value:
-        case None:
-            return "-"
-        case bool() | str():
-            return str(value)
-        case int():
-            return f"{value:,}"
-        case float():
-            return f"{value:,.4f}"
-        case _:
-            return ",".join(map(str, value))
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    if value is None or isinstance(value, bool | str):
+        return "-" if value is None else str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4f}"

@@ -3,20 +3,18 @@ tokens.
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import product
-from statistics import median
 from typing import NamedTuple
 
-from dcpmla.bench.decode_inputs import Answer, Kernel, Ours
+from dcpmla.bench.decode_inputs import DecodeInputs
 from dcpmla.bench.exchange_inputs import exchange_of, with_direct
 from dcpmla.bench.options import directory_of, listed, single
-from dcpmla.bench.peers import PEERS, check_peers, load_peer
-from dcpmla.bench.plots import grouped
-from dcpmla.bench.results import Row, error_fields, leave_out
+from dcpmla.bench.peers import AttentionKernels, attention_limits, check_peers, load_kernels
+from dcpmla.bench.results import Row
 from dcpmla.bench.runner import Benchmark
-from dcpmla.bench.sparse_inputs import AttentionInputs, SelectedRows, SelectionInputs, SparseCase
-from dcpmla.bench.timing import Timing, calls_over, largest
+from dcpmla.bench.sparse_inputs import SelectedRows, SelectionInputs, SparseCase, attention_inputs
+from dcpmla.bench.timing import largest
 from dcpmla.cli.options import positive, positive_list
 from dcpmla.comm.exchange import Exchange, LocalExchange
 from dcpmla.config import DCPConfig
@@ -25,11 +23,8 @@ from dcpmla.job.join import LOAD_TIMEOUT, Job
 from dcpmla.parallel.mesh import init_mesh
 
 _MADE_UP = "made up"  # the other ranks' candidates, where one process measures one rank of several
-_PEER = "flashmla-sparse"
 _SHARED = "shared_attention"
-_OPERATIONS = ("index_scores", "local_candidates", "gather_candidates", "choose_tokens")
 _MOST_DIFFERENT = 0.02  # share of the tokens: a sum in another order may exchange the last ones of topk
-_LARGEST_ERROR = 0.02  # limit for out and lse, as in `bench decode`
 _SHARED_KEYS = "rows of shared keys (DeepSeek-V4), of --context, that each new token attends to; instead of the rest"
 
 
@@ -38,12 +33,9 @@ class Sparse(NamedTuple):
 
     operation: str
     load: SparseCase
-    cache_dtype: str
     exchange: str = ""
-
-    def __str__(self) -> str:
-        cache = f"{self.cache_dtype} {'index ' if self.exchange else ''}cache"
-        return ", ".join(filter(None, [f"{self.operation} of {self.load}", cache, self.exchange]))
+    index_cache_dtype: str = "auto"
+    kv_cache_dtype: str = "bf16"
 
 
 class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
@@ -51,12 +43,9 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
 
     Attributes:
         exchanges: Exchanges by DCP size and backend; None where one process measures one rank of several.
-        unsharded_us: Times of whole selections under dcp 1, by load and index cache.
-        make_peer: Maker of FlashMLA's kernel, None without it.
     """
 
     ranks_of = "tp"
-
     options = {
         "tensor_parallel_size": single(positive, 1, "N", "ranks of the job; 1 measures one rank of each -dcp"),
         "decode_context_parallel_size": "1,2,4,8",
@@ -71,14 +60,15 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
         "shared_keys": listed(positive_list, _SHARED_KEYS, "N,..."),
         "peers": directory_of("peers.py and FlashMLA's library, for a job of one rank"),
     }
+    series = ("operation", "dcp", "exchange", "kernel", "heads", "topk", "index_cache_dtype", "kv_cache_dtype")
     sample_seconds = 0.1
 
     def __init__(self, args: argparse.Namespace, job: Job) -> None:
         super().__init__(args, job)
         job.watchdog.enter("loading the peer", LOAD_TIMEOUT)
-        self.make_peer = load_peer(_PEER, args.peers) if args.peers else None
+        names = ["dcpmla", *(["flashmla-sparse"] if args.peers else [])]
+        self.kernels = AttentionKernels(self, dict(load_kernels(names, args.peers)))
         self.exchanges = {dcp: self._find_exchanges(dcp) for dcp in sorted(args.decode_context_parallel_size)}
-        self.unsharded_us: dict[tuple[int, int, str], float] = {}
 
     @staticmethod
     def check(args: argparse.Namespace, ranks: Ranks) -> None:
@@ -116,110 +106,47 @@ class SparseBenchmark(Benchmark[Sparse, SelectionInputs | SelectedRows]):
             for dcp, exchanges in self.exchanges.items():
                 for topk, name in product(args.shared_keys or [args.topk], args.kv_cache_dtype):
                     load = SparseCase(batch, context, topk, dcp, self.job.ranks.rank % dcp, is_shared)
-                    yield Sparse("attention", load, name)
+                    yield Sparse(_SHARED if is_shared else "attention", load, kv_cache_dtype=name)
                 for name, backend in () if is_shared else product(args.index_cache_dtype, exchanges):
-                    yield Sparse("selection", load, name, backend)
+                    yield Sparse("selection", load, backend, name)
 
     def inputs(self, case: Sparse) -> SelectionInputs | SelectedRows:
         load = case.load
-        if case.operation == "attention":
-            return SelectedRows(load, self.dtype, self.device, case.cache_dtype)
-        exchange = self.exchanges[load.dcp_size][case.exchange]
-        return SelectionInputs(load, self.args.index_heads, case.cache_dtype, self.dtype, self.device, exchange)
+        if case.operation != "selection":
+            return SelectedRows(load, self.dtype, self.device, case.kv_cache_dtype)
+        exchange = self.exchanges[load.dcp][case.exchange]
+        return SelectionInputs(load, self.args.index_heads, case.index_cache_dtype, self.dtype, self.device, exchange)
 
     def measure(self, case: Sparse, inputs: SelectionInputs | SelectedRows) -> list[Row]:
+        sizes = {"operation": case.operation, **case.load.sizes}
         if isinstance(inputs, SelectionInputs):
-            return [self._selection_row(case, inputs)]
-        return [self._attention_row(case.load, heads, inputs) for heads in self.args.heads]
+            return [self._selection_row(case, sizes, inputs)]
+        sizes["kv_cache_dtype"] = case.kv_cache_dtype
+        fields = {"num_selected": round(float(inputs.num_slots.double().mean()), 1)}
+        rows = list[Row]()
+        for heads in self.args.heads:
+            decode: DecodeInputs = attention_inputs(case.load, heads, inputs)
+            rows += self.kernels.rows({**sizes, "heads": heads}, decode, fields, counts=False)
+        return rows
 
-    def _selection_row(self, case: Sparse, inputs: SelectionInputs) -> Row:
+    def _selection_row(self, case: Sparse, sizes: Row, inputs: SelectionInputs) -> Row:
         """Time every operation alone, and all together."""
         load, difference = case.load, largest(inputs.difference(), self.device)
         times = {name: self.time(operation, inputs.num_sets) for name, operation in inputs.operations.items()}
-        total = times["selection"]
-        key = load.batch, load.context, case.cache_dtype
-        unsharded_us = self.unsharded_us.get(key)
-        if load.dcp_size == 1:
-            self.unsharded_us[key] = round(total.median_us, 2)
+        total = times.pop("selection")
         fields = {
-            "operation": "selection",
             "exchange": case.exchange,
             "heads": inputs.q.shape[2],
             "index_cache_dtype": inputs.index_cache_dtype,
             "num_sets": inputs.num_sets,
-            **{f"{name}_us": round(times[name].median_us, 2) if name in times else None for name in _OPERATIONS},
+            **{f"{name}_us": round(timing.median_us, 2) for name, timing in times.items()},
             "index_bytes": inputs.index_bytes,
             "index_gb_per_s": round(inputs.index_bytes / times["index_scores"].median_us / 1e3, 1),
             "different": round(difference, 5),
-            "speedup_over_dcp_1": None if unsharded_us is None else round(unsharded_us / total.median_us, 3),
         }
-        return self.row(load.sizes, total, fields)
-
-    def _attention_row(self, load: SparseCase, heads: int, rows: SelectedRows) -> Row:
-        """Time our kernel, and the peer where it takes the case."""
-        inputs = AttentionInputs(load, heads, rows)
-        timing, errors = self._attend(Ours(inputs), inputs)
-        fields = {
-            "operation": _SHARED if load.is_shared else "attention",
-            "heads": heads,
-            "kv_cache_dtype": rows.kv_cache_dtype,
-            "num_sets": len(rows),
-            "num_selected": round(float(rows.num_slots.double().mean()), 1),
-            **errors,
-            "flashmla_us": None,
-            "speedup_over_flashmla": None,
-        }
-        row = self.row(load.sizes, timing, fields)
-        if self.make_peer is not None and PEERS[_PEER].match(inputs.case):
-            with leave_out(f"flashmla of {load}, {heads} heads"):
-                peer_timing, peer_errors = self._attend(self.make_peer(inputs), inputs)
-                row["flashmla_us"] = round(peer_timing.median_us, 2)
-                if not self.wrong(row) and not self.wrong(row | peer_errors):
-                    row["speedup_over_flashmla"] = round(peer_timing.median_us / timing.median_us, 3)
-        return row
-
-    def _attend(self, kernel: Kernel, inputs: AttentionInputs) -> tuple[Timing, Row]:
-        """Return a kernel's time, and the largest errors of its last timed call on any rank. Collective."""
-        num_sets = len(inputs.caches)
-        timing, last = self.time_with_result(kernel.launch, num_sets)
-        errors = Answer(inputs, calls_over(num_sets, self.device) - 1).errors(*kernel.result(*last))
-        return timing, error_fields(*(largest(error, self.device) for error in errors))
+        unsharded = load.batch, load.context, case.index_cache_dtype
+        return self.row(sizes, total, fields) | self.speedup_over("dcp_1", unsharded, total.median_us, load.dcp == 1)
 
     @staticmethod
     def limits(row: Row) -> dict[str, float]:
-        if row["operation"] == "selection":
-            return {"different": _MOST_DIFFERENT}
-        return {"error": _LARGEST_ERROR, "lse_error": _LARGEST_ERROR}
-
-    def line(self, case: Sparse, row: Row) -> str:
-        times = [f"{key.removesuffix('_us')} {row[key]:>8,.1f}" for key in row if key.endswith("_us") and row[key]]
-        rate = [f"{row['index_gb_per_s']:>7,.1f} GB/s"] if row["operation"] == "selection" else []
-        ratio = row[_ratio_key(row)]
-        ratios = [] if ratio is None else [f"{ratio:.2f} x"]
-        load = f"{row['batch']} x {row['context']:,}"
-        return "  ".join([f"{_name(row):<46} {load:>14}", "us:", *times, *rate, *ratios])
-
-    def summary(self, rows: Sequence[Row]) -> Iterator[str]:
-        """Yield wrong results, the speed of selections relative to dcp 1, and of attention relative to the peer."""
-        for name, results in grouped(rows, _name):
-            key = _ratio_key(results[0])
-            line = f"{name}: {sum(bool(self.wrong(row)) for row in results)} of {len(results)} wrong"
-            if ratios := [row[key] for row in results if row[key] is not None]:
-                baseline = key.removeprefix("speedup_over_").replace("_", " ")
-                line += f"; {median(ratios):.2f} x {baseline}'s speed in the median"
-                line += f", {min(ratios):.2f} x to {max(ratios):.2f} x"
-            yield line
-
-
-def _ratio_key(row: Row) -> str:
-    return "speedup_over_dcp_1" if row["operation"] == "selection" else "speedup_over_flashmla"
-
-
-def _name(row: Row) -> str:
-    """Return a readable name, shared by the rows that are compared over batches and contexts."""
-    if row["operation"] == _SHARED:
-        cache = f"{row['kv_cache_dtype']} cache"
-        return f"attention to {row['topk']} shared keys, dcp {row['dcp']}, {row['heads']} heads, {cache}"
-    if row["operation"] == "attention":
-        return f"attention, dcp {row['dcp']}, {row['heads']} heads, {row['kv_cache_dtype']} cache"
-    return f"selection, dcp {row['dcp']}, {row['exchange']}, {row['index_cache_dtype']} index cache"
+        return {"different": _MOST_DIFFERENT} if row["operation"] == "selection" else attention_limits({})

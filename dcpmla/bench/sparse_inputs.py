@@ -33,9 +33,10 @@ _INDEX_DIM = 128  # DeepSeek-V3.2 and GLM-5
 
 
 class SparseCase(NamedTuple):
-    """One new token for each of `batch` requests of one length, on one of W = dcp_size ranks.
+    """One new token for each of `batch` requests of one length, on one of W = dcp ranks.
 
     Attributes:
+        dcp: Ranks of the cache; rank: this one's number.
         context: Cached tokens of each request on all ranks, including the new one.
         topk: Tokens that each new token selects.
         is_shared: Whether attention is to shared keys (DeepSeek-V4), `topk` of `context` rows of a request.
@@ -44,14 +45,14 @@ class SparseCase(NamedTuple):
     batch: int
     context: int
     topk: int
-    dcp_size: int = 1
-    dcp_rank: int = 0
+    dcp: int = 1
+    rank: int = 0
     is_shared: bool = False
 
     @property
     def sizes(self) -> Row:
         """Fields of a row."""
-        return {"batch": self.batch, "context": self.context, "topk": self.topk, "dcp": self.dcp_size}
+        return {"batch": self.batch, "context": self.context, "topk": self.topk, "dcp": self.dcp}
 
     @property
     def num_local(self) -> int:
@@ -61,21 +62,17 @@ class SparseCase(NamedTuple):
     @property
     def owner(self) -> Owner:
         """This rank, as the owner of tokens."""
-        return Owner(self.dcp_rank, self.dcp_size)
+        return Owner(self.rank, self.dcp)
 
     @property
     def max_blocks(self) -> int:
         """Blocks of a request; the same on all ranks."""
-        return -(-self.context // (self.dcp_size * BLOCK_SIZE))
+        return -(-self.context // (self.dcp * BLOCK_SIZE))
 
     def block_tables(self, num_sets: int, device: torch.device) -> Tensor:
         """Return tables [num_sets, batch, max_blocks] int32 in which no block occurs twice."""
         shape = num_sets, self.batch, self.max_blocks
         return torch.randperm(num_sets * self.batch * self.max_blocks, device=device).view(shape).to(torch.int32)
-
-    def __str__(self) -> str:
-        rows = f"{self.topk} shared keys of " if self.is_shared else ""
-        return f"{self.batch} x {rows}{self.context:,}, dcp {self.dcp_size}"
 
 
 class SelectionInputs:
@@ -178,7 +175,7 @@ class SelectionInputs:
         keys = self.index_cache, self.block_tables[0], self.request[last], *lens
         scores = index_scores(IndexQueries(self.q[0, last].float(), self.weights[0, last], *keys, case.topk)).cpu()
         candidates = self._of_ranks[0][last].cpu().clone()
-        candidates[:, case.dcp_rank] = local_candidates(scores, lens[0].cpu(), lens[1].cpu(), case.topk, case.owner)
+        candidates[:, case.rank] = local_candidates(scores, lens[0].cpu(), lens[1].cpu(), case.topk, case.owner)
         answer = SelectedTokens.empty(1, case.topk, "cpu")
         self._choose(candidates, self.block_tables[0].cpu(), self.request[last].cpu(), answer)
         pairs = zip(_tokens(self.selection.rows(last)), _tokens(answer), strict=True)
@@ -188,7 +185,7 @@ class SelectionInputs:
         """Return [T, W, k] from rank 0's candidates [T, k]: the other ranks' have the same local indices, and scores a
         little higher.
         """
-        num_ranks, device, own = self.case.dcp_size, candidates.device, candidates[:, None]
+        num_ranks, device, own = self.case.dcp, candidates.device, candidates[:, None]
         increments = torch.randint(1 << 16, (len(candidates), num_ranks, candidates.shape[1]), device=device)
         increments[:, 0] = 0  # the others are under 1 % of a score
         rank = torch.arange(num_ranks, device=device)[:, None]
@@ -229,12 +226,12 @@ class SelectedRows(Caches):
 
         row_bytes = math.prod(shape_of(BLOCK_SIZE)) // BLOCK_SIZE * storage.itemsize
         num_caches = num_rotated(num_blocks * BLOCK_SIZE * row_bytes, device)
-        num_sets = num_rotated(-(-case.batch * case.topk // case.dcp_size) * row_bytes, device)
+        num_sets = num_rotated(-(-case.batch * case.topk // case.dcp) * row_bytes, device)
         self.blocks = torch.empty(shape_of(num_caches * num_blocks * BLOCK_SIZE), dtype=storage, device=device)
         (fill_shared_rows if case.is_shared else fill_randomly)(self.blocks, LATENT_DIM, dtype)
         rows = self.blocks if case.is_shared else self.blocks.view(-1, 1, width)
         self.rows = rows.expand(num_sets, *rows.shape)
-        is_mine = torch.rand(case.batch, case.topk, device=device) * case.dcp_size < 1
+        is_mine = torch.rand(case.batch, case.topk, device=device) * case.dcp < 1
         self.num_slots = is_mine.sum(1).clamp(1, case.num_local).to(torch.int32)
         self.block_tables = self._select(case, num_sets, case.block_tables(num_caches, device).long())
 
@@ -251,9 +248,8 @@ class SelectedRows(Caches):
         return torch.stack(selections)
 
 
-class AttentionInputs(DecodeInputs):
-    """Queries of all heads of the group, over the tokens selected for them that this rank owns."""
-
-    def __init__(self, case: SparseCase, num_heads: int, rows: SelectedRows) -> None:
-        super().__init__(DecodeCase(case.batch, case.topk, num_heads, 1, rows.kv_cache_dtype), rows)
-        self.selected_blocks, self.seq_lens, self.block_size = rows.blocks, rows.num_slots, 1
+def attention_inputs(case: SparseCase, num_heads: int, rows: SelectedRows) -> DecodeInputs:
+    """Return queries of all heads of the group, over the tokens selected for them that this rank owns."""
+    inputs = DecodeInputs(DecodeCase(case.batch, case.topk, num_heads, 1, rows.kv_cache_dtype), rows)
+    inputs.selected_blocks, inputs.seq_lens, inputs.block_size = rows.blocks, rows.num_slots, 1
+    return inputs
