@@ -17,7 +17,7 @@ from dcpmla.bench.options import add_options
 from dcpmla.bench.plots import check_outputs, grouped
 from dcpmla.bench.results import Row, add_commit_argument, dtype_name, write_results
 from dcpmla.bench.timing import Operation, TimeLimit, Timing, calls_over, time_operation, time_with_result
-from dcpmla.bench.words import comparisons, name_of, named, results_of
+from dcpmla.bench.words import comparisons, fields_of, name_of, named, results_of
 from dcpmla.cli.options import add_job_arguments, join, seconds, start
 from dcpmla.job.bootstrap import Ranks, agree
 from dcpmla.job.faults import is_out_of_memory
@@ -173,15 +173,14 @@ class Benchmark(Generic[Case, Inputs]):
 
     def text(self, case: Case, rows: Sequence[Row]) -> str:
         """Return the text to print for a case's rows, wrong results marked."""
-        known = case._asdict() if hasattr(case, "_asdict") else {}
-        lines = []
+        known, lines = fields_of(case), []
         for row in rows:
             label = named((name for name in self.series if name not in known), row)
             wrong = ", ".join(f"{name} {row[name]}" for name in self.wrong(row))
             results = "  ".join(results_of(row))
             lines.append(f"{label}  {results}".strip() + (f"   WRONG: {wrong}" if wrong else ""))
         lines = lines or ["no kernel took this case"]
-        return f"{name_of(case)}: " + ("\n    " if len(lines) > 1 else "") + "\n    ".join(lines)
+        return f"{name_of(case)}:" + ("\n    " if len(lines) > 1 else " ") + "\n    ".join(lines)
 
     def summary(self, rows: Sequence[Row]) -> Iterable[str]:
         """Yield the lines to print after the last case: of each series the wrong results, and the ratios."""

@@ -1,6 +1,6 @@
 """Fields of rows in words: names of cases and of lines in plots, times and ratios in the units of readers."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from statistics import median
 from typing import Any
@@ -11,7 +11,13 @@ _LABELS = {  # of fields that are not shown as "name value"
     **dict.fromkeys(("operation", "exchange", "variant", "kernel", "part", "layer_kind", "route", "mode"), "{}"),
     **dict.fromkeys(("geometry", "weights", "quantization", "engine", "load"), "{}"),
     **{"kv_cache_dtype": "{} cache", "decode_query_dtype": "{} queries", "index_cache_dtype": "{} index cache"},
-    **{"topk": "top {:,}", "acceptance": "{:.0%} of drafts accepted", "is_adaptive": "where they pay"},
+    **{
+        "rank": "",
+        "is_shared": "",
+        "topk": "top {:,}",
+        "acceptance": "{:.0%} of drafts accepted",
+        "is_adaptive": "where they pay",
+    },
 }
 _RESULTS = {  # by patterns of fields; the first that fits
     "median_us": "{value:,.1f} us",
@@ -27,34 +33,43 @@ _RESULTS = {  # by patterns of fields; the first that fits
     "speedup_over_*": "{value:.2f} x {name}'s speed",
     "*_per_second": "{value:,.1f} {name}/s",
     "num_fit_mean": "{value:,} fit",
-    "*error": "error {name} {value:.2g}",
+    "*error": "{name} error {value:.2g}",
     "different": "different {value:.2g}",
+    "is_chosen": "chosen",
 }
 _COMPARED = ("floor_share", "scaling_efficiency", "speedup_over_*")
 
 
-def name_of(fields: Any) -> str:
-    """Return a name of a case, or of some fields of a row: what is not the default of its field."""
-    if isinstance(fields, tuple) and hasattr(fields, "_asdict"):
-        fields = fields._asdict()
-    if not isinstance(fields, Mapping):
-        return str(fields)
-    return ", ".join(filter(None, (_label(name, value) for name, value in fields.items())))
+def fields_of(case: Any) -> Row:
+    """Return the fields of a case, those of its parts among them."""
+    fields: Row = {}
+    for name, value in (case._asdict() if isinstance(case, tuple) and hasattr(case, "_asdict") else {}).items():
+        fields |= fields_of(value) or {name: value}
+    return fields
+
+
+def name_of(case: Any) -> str:
+    """Return a name of a case: what is not the default of its field."""
+    fields = fields_of(case)
+    return named(fields, fields) if fields else str(case)
+
+
+def named(names: Iterable[str], row: Row) -> str:
+    """Return the name of some fields of a row; older rows may lack some."""
+    return ", ".join(filter(None, (_label(name, row.get(name)) for name in names)))
 
 
 def _label(name: str, value: Any) -> str:
     is_plain = value == "bf16" and name.endswith("dtype")
     if value is None or value is False or is_plain or value in ("", "auto"):
         return ""
-    if isinstance(value, tuple):
-        return name_of(value)
     return _LABELS.get(name, name + (" {:,}" if isinstance(value, int | float) else " {}")).format(value)
 
 
 def results_of(row: Row) -> Iterator[str]:
     """Yield the results of a row in words, those of no value left out."""
     for field, value in row.items():
-        if value is not None and (pattern := _pattern_of(field)):
+        if value is not None and value is not False and (pattern := _pattern_of(field)):
             yield _result(field, pattern, value)
 
 
@@ -65,11 +80,6 @@ def comparisons(rows: Sequence[Row]) -> Iterator[str]:
         if values and (pattern := _pattern_of(field)) and pattern in _COMPARED:
             least, largest = (_RESULTS[pattern].split()[0].format(value=value) for value in (min(values), max(values)))
             yield f"{_result(field, pattern, median(values))} in the median ({least} to {largest})"
-
-
-def named(fields: Iterable[str], row: Row) -> str:
-    """Return the name of a row's fields; older rows may lack some."""
-    return name_of({field: row.get(field) for field in fields})
 
 
 def _pattern_of(field: str) -> str | None:

@@ -50,9 +50,6 @@ class Counting(Benchmark[int, list[int]]):
     def measure(self, case: int, inputs: list[int]) -> list[dict[str, Any]]:
         return [{"tokens": case, "median_us": float(len(inputs))}]
 
-    def line(self, case: int, row: dict[str, Any]) -> str:
-        return f"measured {row['tokens']}"
-
     def summary(self, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield f"{len(rows)} rows"
 
@@ -74,7 +71,7 @@ def test_cases_that_do_not_fit_are_skipped(tmp_path: Path, capsys: pytest.Captur
     ]
     lines = capsys.readouterr().out.splitlines()
     skipped = ["skipped: 2: 2 is too large", "skipped: 3: out of memory"]
-    assert lines[1:] == ["measured 1", *skipped, "measured 4", "2 rows"]
+    assert lines[1:] == ["1: 1.0 us", *skipped, "4: 4.0 us", "2 rows"]
 
 
 @pytest.mark.usefixtures("one_process_on_cpu")
@@ -100,7 +97,7 @@ def test_no_case_begins_after_the_time_limit(
     monkeypatch.setattr(Counting, "measure", lambda *case: (time.sleep(1.1), measure(*case))[1])
     args.run(args)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1:] == ["measured 1", "time is over (--time-limit): 4 and what follows is left out", "1 rows"]
+    assert lines[1:] == ["1: 1.0 us", "time is over (--time-limit): 4 and what follows is left out", "1 rows"]
 
 
 def test_neighbours_share_what_was_kept() -> None:
@@ -122,7 +119,7 @@ def test_wrong_rows_show_their_errors(capsys: pytest.CaptureFixture[str], monkey
     args = parse()
     args.cases = [1, 4]
     args.run(args)
-    marks = [line.partition("   WRONG: ")[2] for line in capsys.readouterr().out.splitlines() if "measured" in line]
+    marks = [line.partition("   WRONG: ")[2] for line in capsys.readouterr().out.splitlines() if "lse error" in line]
     assert marks[:5] == ["error None", "error nan", "error 0.03", "", ""]
     assert (
         marks[5:]

@@ -1,0 +1,31 @@
+"""Benchmarks that run in this process on its CPU: their result files and refusals."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcpmla.__main__ import main
+
+Rows = list[dict[str, Any]]
+
+
+def measure(directory: Path, command: str) -> Rows:
+    """Run `dcpmla bench`; return the rows of its result file, `bench.json` in a directory."""
+    out = directory / "bench.json"
+    assert main(["bench", *command.split(), "--device", "cpu", "--commit", "abc", "--json", str(out)]) == 0
+    content = json.loads(out.read_text())
+    assert list(content)[:4] == ["commit", "machine", "versions", "rows"]
+    assert (content["commit"], content["machine"]) == ("abc", "1 x CPU")
+    rows: Rows = content["rows"]
+    return rows
+
+
+def refuse(command: str, message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Run `dcpmla bench` with a mistake: one line names it, and nothing else is printed."""
+    assert main(["bench", *command.split(), "--device", "cpu"]) == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+    assert len(captured.err.strip().splitlines()) == 1
