@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,7 +44,13 @@ _PLOTTED = (  # fields of rows, their labels and formats
 )
 
 
-class Serve(Benchmark[DCPConfig, None]):
+class Layout(NamedTuple):
+    """Ranks that share a cache."""
+
+    dcp: int
+
+
+class Serve(Benchmark[Layout, None]):
     """The same load under each DCP size."""
 
     ranks_of = "tp"
@@ -75,14 +81,14 @@ class Serve(Benchmark[DCPConfig, None]):
             check_layout(files, dcp)
         check_lengths(files, {"--input-lens": max(args.input_lens), "--output-lens": max(args.output_lens)})
 
-    def cases(self) -> Iterator[DCPConfig]:
-        yield from _dcp_configs(self.args)
+    def cases(self) -> Iterator[Layout]:
+        return map(Layout, dict.fromkeys(self.args.decode_context_parallel_size))
 
-    def measure(self, case: DCPConfig, inputs: None) -> list[Row]:
+    def measure(self, case: Layout, inputs: None) -> list[Row]:
         gc.collect()  # a model refers to itself: the memory of the last one is wanted now
         torch.cuda.empty_cache()
         args = self.args
-        engine, chosen = build_engine(args, self.job, case, self.files, None)
+        engine, chosen = build_engine(args, self.job, dcp_config(args, case.dcp), self.files, None)
         with closing(engine):
             self._check_room(engine)
             args.kv_cache_memory_bytes = engine.cache.sizes.bytes_per_rank  # the same under every size

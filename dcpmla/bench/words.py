@@ -40,17 +40,20 @@ _RESULTS = {  # by patterns of fields; the first that fits
 _COMPARED = ("floor_share", "scaling_efficiency", "speedup_over_*")
 
 
-def fields_of(case: Any) -> Row:
-    """Return the fields of a case, those of its parts among them."""
+def fields_of(case: Any, is_whole: bool = True) -> Row:
+    """Return the fields of a case, those of its parts among them; all, or those that differ from their defaults."""
     fields: Row = {}
-    for name, value in (case._asdict() if isinstance(case, tuple) and hasattr(case, "_asdict") else {}).items():
-        fields |= fields_of(value) or {name: value}
+    if isinstance(case, tuple) and hasattr(case, "_asdict"):
+        defaults = {} if is_whole else getattr(case, "_field_defaults", {})
+        for name, value in case._asdict().items():
+            if name not in defaults or value != defaults[name]:
+                fields |= fields_of(value, is_whole) or {name: value}
     return fields
 
 
 def name_of(case: Any) -> str:
     """Return a name of a case: what is not the default of its field."""
-    fields = fields_of(case)
+    fields = fields_of(case, is_whole=False)
     return named(fields, fields) if fields else str(case)
 
 

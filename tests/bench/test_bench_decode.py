@@ -14,7 +14,7 @@ import torch
 from benchmarks.peers.attention import FlashMLA, load_kernel
 from dcpmla.bench.ceilings import Ceilings
 from dcpmla.bench.decode_inputs import SCALE, Answer, Caches, DecodeCase, DecodeInputs
-from dcpmla.bench.peers import OURS, Ours
+from dcpmla.bench.peers import Ours
 from dcpmla.bench.timing import ROTATED_BYTES
 from dcpmla.cache.formats import to_latents
 from tests.support.benches import measure
@@ -202,11 +202,3 @@ def test_ours_in_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert row["error"] < limit
         assert row["lse_error"] < limit
         assert 0 < row["floor_share"] < 1.2
-
-
-def test_kernels_by_name() -> None:
-    inputs = DecodeInputs(DecodeCase(1, 64, 2, 1), Caches(1, 64, 64, torch.float32, CPU))
-    out, _ = Ours(inputs, OURS["dcpmla"]).launch(0)
-    torch.testing.assert_close(Ours(inputs, OURS["dcpmla-torch"]).launch(0)[0], out)
-    with pytest.raises(ValueError, match="does not take this call"):
-        Ours(inputs, OURS["dcpmla-triton"]).launch(0)
