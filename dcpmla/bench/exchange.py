@@ -17,8 +17,8 @@ from dcpmla.bench.exchange_inputs import (
     ExchangeCase,
     ExchangeInputs,
     exchange_of,
+    exchanges_of,
     find_errors,
-    with_direct,
 )
 from dcpmla.bench.options import single
 from dcpmla.bench.peers import load_adapters
@@ -109,17 +109,16 @@ class ExchangeBenchmark(Benchmark[Exchanged, ExchangeInputs]):
 
     def _find_exchanges(self) -> dict[tuple[str, str], Exchange]:
         """Return the exchanges of a group by backend and variant. Collective over the job."""
-        group, device, exchanges = self.group, self.device, dict[tuple[str, str], Exchange]()
-        backends = self.args.dcp_comm_backend or with_direct(("ag_rs", "a2a"), group, device)
-        for backend in backends:
-            exchanges[backend, ""] = exchange_of(group, device, dcp_comm_backend=backend)
-            if backend == "direct":
-                options = {"dcp_comm_backend": backend, "dcp_exchange_dtype": "fp8"}
-                exchanges[backend, "fp8"] = exchange_of(group, device, **options)
+        group, device = self.group, self.device
+        plain = exchanges_of(self.args.dcp_comm_backend, ("ag_rs", "a2a"), group, device)
+        exchanges = {(backend, ""): exchange for backend, exchange in plain.items()}
+        if "direct" in plain:
+            options = {"dcp_comm_backend": "direct", "dcp_exchange_dtype": "fp8"}
+            exchanges["direct", "fp8"] = exchange_of(group, device, **options)
         if self._make_peer is not None:
             exchanges[_PEER, ""] = self._make_peer(group, device)
         # Last: their inputs are others.
-        return exchanges | {(backend, "pbm"): exchanges[backend, ""] for backend in backends}
+        return exchanges | {(backend, "pbm"): exchanges[backend, ""] for backend in plain}
 
     def inputs(self, case: Exchanged) -> ExchangeInputs:
         latent_dim = case.row_width - _ROPE_DIM * (case.operation != "combine")

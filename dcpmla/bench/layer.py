@@ -177,7 +177,7 @@ class Layer(Benchmark[LayerCase, Stack]):
             yield f"{name_of(layout_of(crossover))} is faster than tp {self.args.tensor_parallel_size}: {loads}"
 
     def findings(self, rows: Sequence[Row]) -> dict[str, Any]:
-        return {"crossover": crossovers(rows)}
+        return super().findings(rows) | {"crossover": crossovers(rows)}
 
     @classmethod
     def plot(cls, path: Path, rows: Sequence[Row]) -> None:

@@ -81,9 +81,8 @@ def test_one_process(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert plot.read_bytes().endswith(b"IEND\xaeB`\x82")
     assert sorted(tmp_path.iterdir()) == [out, plot]  # nothing half-written beside them
     printed = capsys.readouterr()
-    table = dict(
-        line.split(maxsplit=1) for line in printed.out.splitlines() if line.count(" ") and line.split()[0] in row
-    )
+    _, table_text = printed.out.split("\ndcp 1: ")
+    table = dict(line.split(maxsplit=1) for line in table_text.splitlines()[1:])
     assert list(table) == list(row)
     assert table["input_lens"] == "16,60"
     assert "dcp 1, load: 100%" in printed.err

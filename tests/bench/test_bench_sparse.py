@@ -14,8 +14,7 @@ from benchmarks.peers.attention import load_kernel
 from dcpmla.attention.select.candidates import EMPTY, unpack_positions
 from dcpmla.bench.decode_inputs import Answer
 from dcpmla.bench.peers import Ours
-from dcpmla.bench.sparse import SparseBenchmark
-from dcpmla.bench.sparse_inputs import SelectedRows, SelectionInputs, SparseCase, attention_inputs
+from dcpmla.bench.sparse import SelectedRows, SelectionInputs, SparseBenchmark, SparseCase, attention_inputs
 from dcpmla.comm.exchange import LocalExchange
 from tests.support.benches import Rows, measure
 from tests.support.fake_peers import write_peers

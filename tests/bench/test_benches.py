@@ -1,6 +1,7 @@
 """Every benchmark of kernels and layers on a CPU: a right row for each case, its file, its plot; and mistakes."""
 
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,10 +89,24 @@ RUNS = [
         "kv_cache_dtype decode_query_dtype part",
         [(*pair, part) for pair in QUANTIZED[:3] for part in PARTS],
     ),
+    pytest.param(
+        Run(
+            "layer --geometry tiny-v4 --num-layers 2 --batch 1 --context 300 --kv-cache-dtype bf16,fp8,fp8_ds_mla "
+            "--index-cache-dtype auto,fp8",  # shared keys have no format fp8
+            "layer_kind kv_cache_dtype index_cache_dtype part",
+            [
+                (kind, name, index, part)
+                for kind, indexes in (("window", ["auto"]), ("csa", ["auto", "fp8"]), ("hca", ["auto"]))
+                for name, index in product(("bf16", "fp8_ds_mla"), indexes)
+                for part in (PARTS if kind != "csa" else ("total", "projections", "selection", "attention", "output"))
+            ],
+        ),
+        marks=pytest.mark.thorough,
+    ),
 ]
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.command.partition(" --")[0])
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.command.partition(" --batch")[0])
 def test_right_rows(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -84,6 +84,7 @@ def test_results_and_ratios(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_rows_without_a_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(convert(tmp_path, [measured("dcpmla")], [measured("vllm")])["rows"]) == 2
+    assert not (tmp_path / "machine" / "engines.png").exists()
     assert capsys.readouterr().out == "no load has rows of both engines from one call\n"
 
 
