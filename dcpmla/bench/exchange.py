@@ -9,7 +9,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dcpmla.bench.exchange_inputs import (
@@ -23,9 +23,9 @@ from dcpmla.bench.exchange_inputs import (
 from dcpmla.bench.options import single
 from dcpmla.bench.peers import load_adapters
 from dcpmla.bench.plots import Panel, draw_panels, grouped, select
-from dcpmla.bench.results import Row, dtype_name, finite
-from dcpmla.bench.runner import Benchmark
-from dcpmla.bench.timing import calls_per_sample, is_h200, largest, time_with_result
+from dcpmla.bench.results import Row, finite
+from dcpmla.bench.runner import Benchmark, Work
+from dcpmla.bench.timing import calls_per_sample, is_h200, largest
 from dcpmla.bench.words import named
 from dcpmla.cli.options import positive
 from dcpmla.comm.exchange import Exchange
@@ -128,8 +128,15 @@ class ExchangeBenchmark(Benchmark[Exchanged, ExchangeInputs]):
 
     def measure(self, case: Exchanged, inputs: ExchangeInputs) -> list[Row]:
         ranks, exchange = self.job.ranks, self.exchanges[case.exchange, case.variant]
-        common = {"tp": ranks.num_ranks, "gpus_per_node": ranks.num_local_ranks, "dtype": dtype_name(self.dtype)}
-        return [case._asdict() | common | measured(inputs, exchange, self.device, _link_gb_per_s(ranks, case.dcp))]
+        link, received = _link_gb_per_s(ranks, case.dcp), inputs.received_bytes
+
+        def errors(result: tuple[Tensor, ...], index: int) -> Row:
+            return {"error": finite(largest(check(inputs, exchange, result, index), self.device))}
+
+        fields: Row = {"tp": ranks.num_ranks, "gpus_per_node": ranks.num_local_ranks}
+        fields["wire_us"] = None if link is None else round(received / link / 1e3, 3)
+        work = Work(calls_per_sample(self.device), errors, num_bytes=received, fields=fields)
+        return [self.kernel_row(case._asdict(), "", partial(inputs.run, exchange), work)]
 
     @staticmethod
     def limits(row: Row) -> dict[str, float]:
@@ -173,22 +180,13 @@ def group_sizes(args: argparse.Namespace, num_ranks: int) -> list[int]:
     return sizes
 
 
-def measured(inputs: ExchangeInputs, exchange: Exchange, device: torch.device, link_gb_per_s: float | None) -> Row:
-    """Return an operation's fields of a row: its time, its error in the last timed call and where shards are empty.
-
-    Collective over the job.
+def check(inputs: ExchangeInputs, exchange: Exchange, result: tuple[Tensor, ...], index: int) -> float:
+    """Return the largest error of a call's result, and of the next call's, the last, in which shards are empty.
+    Collective over the group.
     """
-    calls = calls_per_sample(device)
-    timing, last = time_with_result(partial(inputs.run, exchange), device, calls)
-    # Check the last call first: the next call may overwrite the rows that it gathered.
-    errors = [*find_errors(last, inputs.answer(calls - 1))]
-    errors += find_errors(inputs.run(exchange, calls), inputs.answer(calls))
-    return {
-        **timing.fields(2),
-        "wire_us": None if link_gb_per_s is None else round(inputs.received_bytes / link_gb_per_s / 1e3, 3),
-        "gb_per_s": round(inputs.received_bytes / timing.median_us / 1e3, 3),
-        "error": finite(largest(max(errors), device)),
-    }
+    # Check the result first: the next call may overwrite the rows that it gathered.
+    errors = find_errors(result, inputs.answer(index))
+    return max(errors + find_errors(inputs.run(exchange, index + 1), inputs.answer(index + 1)))
 
 
 def _link_gb_per_s(ranks: Ranks, size: int) -> float | None:

@@ -34,7 +34,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Work:
-    """What every kernel of a case computes.
+    """Computation of a case, the same for all its kernels.
 
     Attributes:
         num_sets: Sets of inputs; call i takes set i % num_sets.
@@ -53,10 +53,12 @@ class Work:
     def rates(self, time_us: float, ceilings: Ceilings | None) -> Row:
         """Return the fields of a row on a kernel's speed."""
         rates: Row = {"tflops": round(self.flops / time_us / 1e6, 3)} if self.flops else {}
-        if not self.num_bytes or ceilings is None:
-            return rates
-        floor_us = ceilings.floor_us(self.num_bytes, self.flops, in_fp8=self.in_fp8)
-        return rates | {"gb_per_s": round(self.num_bytes / time_us / 1e3, 1), **floor_fields(floor_us, time_us)}
+        if self.num_bytes:
+            rates["gb_per_s"] = round(self.num_bytes / time_us / 1e3, 3)
+        if self.num_bytes and ceilings is not None:
+            floor_us = ceilings.floor_us(self.num_bytes, self.flops, in_fp8=self.in_fp8)
+            rates |= floor_fields(floor_us, time_us)
+        return rates
 
 
 class Kept:
@@ -139,10 +141,10 @@ class Benchmark(Generic[Case, Inputs]):
         return time_operation(operation, self.device, calls, self.sample_seconds)
 
     def kernel_row(self, case: Row, name: str, run: Callable[[int], Any], work: Work) -> Row:
-        """Time a kernel, and return its row with the errors of the last timed call. Collective."""
+        """Time a kernel ("": without a name), and return its row with the errors of the last timed call. Collective."""
         calls = calls_over(work.num_sets, self.device)
         timing, result = time_with_result(run, self.device, calls, self.sample_seconds)
-        fields = {"kernel": name, "num_sets": work.num_sets, **work.fields}
+        fields = {**({"kernel": name} if name else {}), "num_sets": work.num_sets, **work.fields}
         rates = work.rates(timing.median_us, self.ceilings)
         return self.row(case, timing, {**fields, **rates, **work.errors(result, calls - 1)})
 
