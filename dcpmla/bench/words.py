@@ -7,17 +7,15 @@ from typing import Any
 
 from dcpmla.bench.results import Row
 
-_LABELS = {  # of fields that are not shown as "name value"
-    **dict.fromkeys(("operation", "exchange", "variant", "kernel", "part", "layer_kind", "route", "mode"), "{}"),
-    **dict.fromkeys(("geometry", "weights", "quantization", "engine", "load"), "{}"),
-    **{"kv_cache_dtype": "{} cache", "decode_query_dtype": "{} queries", "index_cache_dtype": "{} index cache"},
-    **{
-        "rank": "",
-        "is_shared": "",
-        "topk": "top {:,}",
-        "acceptance": "{:.0%} of drafts accepted",
-        "is_adaptive": "where they pay",
-    },
+_VALUES = "operation exchange variant kernel part layer_kind route mode geometry weights quantization"
+_LABELS = dict.fromkeys(_VALUES.split(), "{}") | {  # of fields that are not shown as "name value"
+    "kv_cache_dtype": "{} cache",
+    "decode_query_dtype": "{} queries",
+    "index_cache_dtype": "{} index cache",
+    "topk": "top {:,}",
+    "acceptance": "{:.0%} of drafts accepted",
+    "is_adaptive": "where they pay",
+    **dict.fromkeys(("rank", "is_shared"), ""),  # other fields say the same
 }
 _RESULTS = {  # by patterns of fields; the first that fits
     "median_us": "{value:,.1f} us",
