@@ -17,8 +17,9 @@ from dcpmla.__main__ import build_parser
 from dcpmla.bench.exchange import ExchangeBenchmark, check, group_sizes
 from dcpmla.bench.exchange_inputs import OPERATIONS, ExchangeCase
 from dcpmla.comm.nccl import AllToAll
+from tests.support.benches import measure_on_gpus
 from tests.support.fake_peers import write_exchange_peer
-from tests.support.launchers import run_forked, run_together, torchrun, unattended
+from tests.support.launchers import run_forked, unattended
 from tests.support.ranks import run_ranks
 
 WIDTH, VALUE_WIDTH, HEADS = 40, 16, 4
@@ -183,12 +184,7 @@ def test_sizes_that_do_not_divide_are_named(num_ranks: int, options: list[str], 
 @pytest.mark.alone
 @pytest.mark.gpu_2
 def test_two_gpus_in_graphs(tmp_path: Path) -> None:
-    out = tmp_path / "exchange.json"
-    options = ["--tokens", "1,64,512", "--dcp-comm-backend", "ag_rs,a2a", "--json", out]
-    (_,) = run_together([(torchrun(["-m", "dcpmla", "bench", "exchange", *options], 2), {})])
-    rows = json.loads(out.read_text())["rows"]
+    command = "exchange --tokens 1,64,512 --dcp-comm-backend ag_rs,a2a"
+    rows = measure_on_gpus(tmp_path, command, 2)["rows"]
     assert len(rows) == 3 * 2 * (2 * 3 + 1)
-    for row in rows:
-        assert row["in_graph"]
-        assert 0 < row["median_us"] < 1e5
-        assert is_right(row), row
+    assert [row for row in rows if not is_right(row)] == []

@@ -28,7 +28,8 @@ from dcpmla.integrations.model_size import read_model
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.measured import predict_row
-from tests.support.launchers import run_forked, run_together, srun, torchrun, unattended
+from tests.support.benches import measure_on_gpus
+from tests.support.launchers import run_forked, srun, unattended
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks
 from tests.support.stack_operators import operators_of
@@ -263,29 +264,11 @@ def test_geometries_are_the_published_ones(name: str, billions: float) -> None:
 
 
 @pytest.mark.alone
-@pytest.mark.gpu
-def test_one_gpu_in_graphs(tmp_path: Path) -> None:
-    out = tmp_path / "layer.json"
-    options = ["--geometry", "v2-lite", "--num-layers", "2", "--batch", "1,8", "--context", "1024,8192"]
-    options += ["--kv-cache-dtype", "bf16,fp8,fp8_ds_mla"]  # fp8 with both kinds of queries: four layouts
-    (_,) = run_together([(torchrun(["-m", "dcpmla", "bench", "layer", *options, "--json", out], 1), {})])
-    rows = json.loads(out.read_text())["rows"]
-    assert len(rows) == 4 * 4 * len(UNSHARDED)
-    for row in rows:
-        assert row["in_graph"]
-        assert 0 < row["median_us"] < 1e5
-
-
-@pytest.mark.alone
 @pytest.mark.gpu_2
 def test_two_gpus_in_graphs(tmp_path: Path) -> None:
-    out = tmp_path / "layer.json"
-    loads = ["--batch", f"1,{PROJECT_FIRST_TOKENS}", "--context", "1024"]
-    variants = ["--variants", ",pbm,q_replicate,fp8", "--kv-cache-dtype", "bf16,fp8", "--decode-query-dtype", "fp8"]
-    options = ["--geometry", "v2-lite", "--num-layers", "2", "-tp", "2", "-dcp", "1,2", *variants, *loads]
-    (_,) = run_together([(torchrun(["-m", "dcpmla", "bench", "layer", *options, "--json", out], 2), {})])
-    content = json.loads(out.read_text())
-    assert all(row["in_graph"] for row in content["rows"])
+    variants = "-tp 2 -dcp 1,2 --variants ,pbm,q_replicate,fp8 --kv-cache-dtype bf16,fp8 --decode-query-dtype fp8"
+    loads = f"--geometry v2-lite --num-layers 2 --batch 1,{PROJECT_FIRST_TOKENS} --context 1024"
+    content = measure_on_gpus(tmp_path, f"layer {loads} {variants}", 2)
     totals = [row for row in content["rows"] if row["part"] == "total"]
     steps, of_fp8 = (
         Counter((row["exchange"], row["variant"]) for row in totals if row["kv_cache_dtype"] == name)

@@ -1,7 +1,5 @@
 """`bench prefill` on a CPU: what it counts and selects, what it does with a backend that is wrong, or fails."""
 
-import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from dcpmla.attention.backends.choice import PREFILL_BACKENDS, Backend, find_bac
 from dcpmla.attention.backends.mask import unpack_mask
 from dcpmla.bench import prefill as bench_prefill
 from tests.support.benches import measure
-from tests.support.launchers import run_together
 
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("one_process_on_cpu")]
 TINY = "prefill --heads 2"
@@ -80,19 +77,3 @@ def test_a_wrong_backend_is_seen_and_a_failing_one_left_out(
     lines = capsys.readouterr().out.splitlines()
     assert [" WRONG" in line for line in lines if "TFLOP/s" in line] == [False, True, True, True] * 2
     assert "left out: failing of heads 2, tokens 40, context 24: no kernel image" in lines
-
-
-@pytest.mark.alone
-@pytest.mark.gpu
-def test_backends_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()  # GPUs may be seen again
-    out = tmp_path / "prefill.json"
-    sizes = ["--tokens", "256,2048", "--context", "4096", "--topk", "1000"]
-    run_together([([sys.executable, "-m", "dcpmla", "bench", "prefill", *sizes, "--json", out], {})])
-    rows = json.loads(out.read_text())["rows"]
-    backends = [row["kernel"] for row in rows]
-    assert [backends.count(name) for name in ("triton", "torch")] == [7, 7]
-    for row in rows:
-        assert row["in_graph"]
-        assert row["error"] < 0.01
-        assert row["lse_error"] < 0.01

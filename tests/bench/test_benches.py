@@ -11,13 +11,14 @@ from dcpmla.bench import timing
 from dcpmla.bench.experts import SHAPES, Shape
 from dcpmla.bench.results import unknown_fields
 from dcpmla.cli.bench import BENCHMARKS
-from tests.support.benches import measure, refuse
+from tests.support.benches import measure, measure_on_gpus, refuse
 
 pytestmark = pytest.mark.usefixtures("one_process_on_cpu")
 SPARSE = "sparse --topk 16 --index-heads 2 --context 70"
 TURNS = "turns --geometry v2-lite --heads 4"
 EXPERTS = "experts --shape v3-tp4,v4-flash"
 LAYER = "layer --geometry tiny --num-layers 2"
+CACHES = "bf16,fp8,fp8_ds_mla"
 PARTS = "total", "projections", "attention", "output"
 QUANTIZED = [("bf16", "auto"), ("fp8", "auto"), ("fp8", "fp8"), ("fp8_ds_mla", "auto")]
 
@@ -131,6 +132,41 @@ def test_right_rows(
     assert "WRONG" not in printed
     assert printed.count(" us") >= len(rows)
     assert not kind.plot_help or plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.alone
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("command", "num_rows"),
+    [
+        (
+            f"decode --heads 16,128 --batch 1,8 --context 1000,4096 --query-len 1,3 --kv-cache-dtype {CACHES}",
+            16 * len(QUANTIZED),
+        ),
+        ("prefill --tokens 256,2048 --context 4096 --topk 1000", None),
+        # fp8 with both kinds of queries: four layouts
+        (
+            f"layer --geometry v2-lite --num-layers 2 --batch 1,8 --context 1024,8192 --kv-cache-dtype {CACHES}",
+            4 * len(QUANTIZED) * len(PARTS),
+        ),
+    ],
+)
+def test_one_gpu_in_graphs(command: str, num_rows: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # GPUs may be seen again
+    content = measure_on_gpus(tmp_path, command, 1)
+    ceilings, rows = content.get("ceilings"), content["rows"]
+    kernels = [row.get("kernel") for row in rows]
+    assert len(rows) == num_rows or [kernels.count(name) for name in ("triton", "torch")] == [7, 7]
+    for row in rows if "layer" not in command else ():
+        # Of fp8 products, probabilities are rounded to e4m3, and sums keep fewer bits.
+        limit = 0.03 if row.get("decode_query_dtype") == "fp8" else 0.01
+        assert row["error"] < limit
+        assert row["lse_error"] < limit
+        assert 0 < row.get("floor_share", 1.0) < 1.2
+    if ceilings is not None:
+        assert 200e12 < ceilings["flops_per_second"] < 1100e12
+        assert 1.5 < ceilings["fp8_flops_per_second"] / ceilings["flops_per_second"] < 2.5
+        assert 1e12 < ceilings["bytes_per_second"] < 6e12
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,6 @@ from benchmarks.disaggregation import Prompts
 from benchmarks.http_load import Answer
 from dcpmla.bench.load import Load
 from dcpmla.bench.results import unknown_fields
-from tests.support.launchers import environment, run_program, unattended
-from tests.support.ranks import start_process
 
 URL, TOKEN_BYTES, TRANSFER_SECONDS = "http://server", 1000, 0.25
 TINY = "--geometry tiny --layers 2 --experts 8 --device cpu --max-num-batched-tokens 256 --commit abc"
@@ -112,42 +110,8 @@ def test_a_server_that_ends_shows_its_log(monkeypatch: pytest.MonkeyPatch) -> No
         pass
 
 
-class ForkedServer:
-    """A server of one rank, forked from a process that has done the imports."""
-
-    def __init__(self, server: server_processes.ServerProcess, log: Any) -> None:
-        program = ["-m", "dcpmla", "serve", "--port", server.port, *server.options]
-        [(command, variables)] = unattended(program, 1)
-        variables = {
-            **environment(),
-            **variables,
-            "CUDA_VISIBLE_DEVICES": "",
-            "DCPMLA_API_KEY": server_processes.API_KEY,
-        }
-        arguments = [*map(str, command[1:])]
-        self._process = start_process(run_program, (arguments, variables, log.name, log.name))
-
-    def poll(self) -> int | None:
-        exit_code: int | None = self._process.exitcode
-        return exit_code
-
-    def terminate(self) -> None:
-        self._process.terminate()
-
-    def wait(self, seconds: float) -> None:
-        self._process.join(seconds)
-        self._process.kill()
-        self._process.join()
-
-
 @pytest.mark.thorough
 def test_real_servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    launch = server_processes.ServerProcess.start
-
-    def start(server: server_processes.ServerProcess, log: Any) -> Any:
-        return ForkedServer(server, log) if len(server.devices) == 1 else launch(server, log)
-
-    monkeypatch.setattr(server_processes.ServerProcess, "start", start)
     out = tmp_path / "disaggregation.json"
     command = f"disaggregation.py {TINY} {SIZES} {RATE} --json {out}"
     monkeypatch.setattr(sys, "argv", command.split())

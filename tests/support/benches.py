@@ -1,4 +1,4 @@
-"""Benchmarks that run in this process on its CPU: their result files and refusals."""
+"""Benchmarks in this process on its CPU, or in processes of their own on GPUs: their result files and refusals."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from dcpmla.__main__ import main
+from tests.support.launchers import run_together, torchrun
 
 Rows = list[dict[str, Any]]
 
@@ -20,6 +21,18 @@ def measure(directory: Path, command: str) -> Rows:
     assert (content["commit"], content["machine"]) == ("abc", "1 x CPU")
     rows: Rows = content["rows"]
     return rows
+
+
+def measure_on_gpus(directory: Path, command: str, num_gpus: int) -> dict[str, Any]:
+    """Run `dcpmla bench` under torchrun, a rank for each GPU; return its result file."""
+    out = directory / "bench.json"
+    program = ["-m", "dcpmla", "bench", *command.split(), "--json", out]
+    run_together([(torchrun(program, num_gpus), {})])
+    content: dict[str, Any] = json.loads(out.read_text())
+    for row in content["rows"]:
+        assert row["in_graph"]
+        assert 0 < row["median_us"] < 1e5
+    return content
 
 
 def refuse(command: str, message: str, capfd: pytest.CaptureFixture[str]) -> None:
