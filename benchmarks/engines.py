@@ -83,7 +83,7 @@ def main() -> None:
     args.json.parent.mkdir(parents=True, exist_ok=True)
     write_rows(args.json, rows, machine, versions, args.commit)
     print(*ratio_table(rows), sep="\n")
-    if args.plot is not None:
+    if args.plot is not None and any(pairs(rows)):
         plot(args.plot, rows, machine, versions)
 
 

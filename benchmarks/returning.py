@@ -18,8 +18,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]
 from benchmarks.offloading import (  # noqa: E402
@@ -33,6 +31,7 @@ from benchmarks.offloading import (  # noqa: E402
     random_prompts,
     write_rows,
 )
+from dcpmla.bench.load import summarize  # noqa: E402
 from dcpmla.bench.results import Row  # noqa: E402
 from dcpmla.bench.timing import TimeLimit  # noqa: E402
 from dcpmla.cli.options import positive, positive_list  # noqa: E402
@@ -256,8 +255,7 @@ def gap_fields(gaps: Sequence[float]) -> Row:
     """Return the fields of a row on the seconds between two tokens of a request."""
     if not gaps:
         return {}
-    values = {"mean": np.mean(gaps), "p99": np.percentile(gaps, 99), "max": max(gaps)}
-    return {f"inter_token_{name}": round(float(value), 6) for name, value in values.items()}
+    return {f"inter_token_{name}": value for name, value in {**summarize(gaps), "max": round(max(gaps), 6)}.items()}
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]
 from benchmarks.offloading import print_row, random_prompts, write_config, write_rows  # noqa: E402
 from dcpmla.bench.geometries import GEOMETRIES, config_of  # noqa: E402
+from dcpmla.bench.load import summarize  # noqa: E402
 from dcpmla.bench.results import Row, add_commit_argument, dtype_name  # noqa: E402
 from dcpmla.cli.options import positive  # noqa: E402
 from dcpmla.llm import LLM  # noqa: E402
@@ -139,13 +140,10 @@ def measure(args: argparse.Namespace, llm: LLM) -> Iterator[Row]:
             firsts[name].append(first)
     plain = statistics.fmean(gaps["none"])
     for name in LOADS:
-        ordered = sorted(gaps[name])
         yield {
             "load": f"schema on {name}",
-            "time_per_token_mean": statistics.fmean(ordered),
-            "time_per_token_p50": statistics.median(ordered),
-            "time_per_token_p99": ordered[int(0.99 * (len(ordered) - 1))],
-            "time_per_token_over_none": statistics.fmean(ordered) / plain,
+            **{f"time_per_token_{statistic}": seconds for statistic, seconds in summarize(gaps[name]).items()},
+            "time_per_token_over_none": statistics.fmean(gaps[name]) / plain,
             "time_to_first_token_mean": statistics.fmean(firsts[name]),
         }
 

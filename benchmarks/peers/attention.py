@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.peers import import_file
-from dcpmla.bench.decode_inputs import LATENT_DIM, ROPE_DIM, SCALE, DecodeInputs, Kernel, MakeKernel
+from dcpmla.bench.decode_inputs import LATENT_DIM, ROPE_DIM, SCALE, DecodeInputs
+from dcpmla.bench.peers import Kernel, MakeKernel
 from dcpmla.cache.shared_format import PAGE_ROWS, SCALE_BYTES, data_bytes
 
 _FLASHINFER_WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommendation

@@ -32,11 +32,6 @@ def query_dtypes(cache_format: str, asked: Sequence[str]) -> Sequence[str]:
     return asked if cache_format == "fp8" else ("auto",)
 
 
-def quantized_name(cache_format: str, query_dtype: str) -> str:
-    """Return a description of the quantized tensors; "" if none are."""
-    return "" if cache_format == "bf16" else f"{cache_format} cache" + (" and queries" if query_dtype == "fp8" else "")
-
-
 def scale_tensor(scale: float, device: torch.device) -> Tensor:
     """Return a scale [1] float32."""
     return torch.tensor([scale], dtype=torch.float32, device=device)

@@ -1,26 +1,20 @@
-"""Inputs of decode kernels: a case's sizes, its rotated inputs and the float64 answer; and our kernels with the
-interface of peers.
-"""
+"""Inputs of decode kernels: a case's sizes, its rotated inputs and the float64 answer."""
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dcpmla.attention.backends import reference
 from dcpmla.attention.backends.calls import DecodeCall, decode_workspace, split_queries
-from dcpmla.attention.mla.decode import mla_decode
 from dcpmla.bench.cache_formats import (
     Q_SCALE,
     fill_randomly,
     kv_scale_of,
-    quantized_name,
     scale_tensor,
     storage_dtype,
 )
-from dcpmla.bench.ceilings import Ceilings
 from dcpmla.bench.timing import num_rotated
 from dcpmla.cache import formats
 
@@ -49,11 +43,6 @@ class DecodeCase(NamedTuple):
     decode_query_dtype: str = "auto"
 
     @property
-    def formats(self) -> str:
-        """Return the formats of quantized cache and queries as words; "" if neither is quantized."""
-        return quantized_name(self.kv_cache_dtype, self.decode_query_dtype)
-
-    @property
     def num_tokens(self) -> int:
         """Return T, the new tokens of all requests."""
         return self.batch * self.query_len
@@ -73,14 +62,6 @@ class DecodeCase(NamedTuple):
         query_bytes = (LATENT_DIM + ROPE_DIM) * (1 if self.decode_query_dtype == "fp8" else itemsize)
         head_bytes = query_bytes + LATENT_DIM * itemsize
         return self.batch * self.context * row_bytes + self.num_tokens * self.heads * head_bytes
-
-    def floor_us(self, ceilings: Ceilings, itemsize: int) -> float:
-        """Return a lower bound of a kernel's microseconds."""
-        return ceilings.floor_us(self.num_bytes(itemsize), self.flops, in_fp8=self.decode_query_dtype == "fp8")
-
-    def __str__(self) -> str:
-        sizes = f"{self.batch} x {self.context:,}, {self.heads} heads, {self.query_len} new"
-        return ", ".join(filter(None, [sizes, self.formats]))
 
 
 class Caches:
@@ -177,46 +158,23 @@ class DecodeInputs:
         number = index % len(self.caches)
         return self.q[number], self.caches.rows[number], self.caches.block_tables[number]
 
-
-class Kernel(Protocol):
-    """A kernel made for a case. Its constructor raises ValueError for an unsupported case."""
-
-    def launch(self, index: int) -> tuple[Tensor, Tensor]:
-        """Run the timed call, over set `index`; return (out, lse) in the kernel's own layout."""
-
-    def result(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Return results of `launch` as [T, H, 512] and [T, H] natural log, (0, -inf) where a query sees no token."""
-
-
-MakeKernel = Callable[[DecodeInputs], Kernel]
-
-
-class Ours:
-    """`dcpmla.mla_decode`, on the backend that it selects or on a named one."""
-
-    def __init__(self, inputs: DecodeInputs, backend: str = "auto") -> None:
-        self.inputs, self.backend = inputs, backend
-
-    def launch(self, index: int) -> tuple[Tensor, Tensor]:
-        inputs, (q, kv_cache, block_table) = self.inputs, self.inputs.at(index)
-        call = DecodeCall(
+    def call(self, index: int, backend: str = "auto") -> DecodeCall:
+        """Return a call of our kernels."""
+        q, kv_cache, block_table = self.at(index)
+        return DecodeCall(
             *split_queries(q, LATENT_DIM),
             kv_cache,
             block_table,
-            inputs.seq_lens,
+            self.seq_lens,
             SCALE,
             LATENT_DIM,
-            max_query_len=inputs.case.query_len,
-            workspace=inputs.workspace,
-            kv_scale=inputs.caches.kv_scale,
-            q_scale=inputs.q_scale,
-            dtype=inputs.dtype,
-            backend=self.backend,
+            max_query_len=self.case.query_len,
+            workspace=self.workspace,
+            kv_scale=self.caches.kv_scale,
+            q_scale=self.q_scale,
+            dtype=self.dtype,
+            backend=backend,
         )
-        return mla_decode(call)
-
-    def result(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        return out, lse
 
 
 class Answer:
@@ -226,13 +184,15 @@ class Answer:
     """
 
     def __init__(self, inputs: DecodeInputs, index: int) -> None:
-        case, (q, kv_cache, block_table) = inputs.case, inputs.at(index)
-        requests = torch.tensor(sorted({0, case.batch - 1}), device=q.device)
-        self.tokens = (requests[:, None] * case.query_len + torch.arange(case.query_len, device=q.device)).flatten()
-        q, q_pe = split_queries(q[self.tokens], LATENT_DIM)
-        sizes = block_table[requests], inputs.seq_lens[self.tokens], SCALE, LATENT_DIM, None, None, case.query_len, None
-        call = DecodeCall(q, q_pe, kv_cache, *sizes, inputs.caches.kv_scale, inputs.q_scale, torch.float64)
-        self.out, self.lse = reference.mla_decode(call)
+        case, call = inputs.case, inputs.call(index)
+        requests = torch.tensor(sorted({0, case.batch - 1}), device=inputs.q.device)
+        self.tokens = (
+            requests[:, None] * case.query_len + torch.arange(case.query_len, device=requests.device)
+        ).flatten()
+        q_pe = None if call.q_pe is None else call.q_pe[self.tokens]
+        some = call._replace(q=call.q[self.tokens], q_pe=q_pe, block_table=call.block_table[requests])
+        lens = call.seq_lens[self.tokens]
+        self.out, self.lse = reference.mla_decode(some._replace(seq_lens=lens, workspace=None, dtype=torch.float64))
 
     def errors(self, out: Tensor, lse: Tensor) -> tuple[float, float]:
         """Return ||out - answer|| / ||answer|| and the largest |lse - answer|, of out [T, H, 512] and lse [T, H]; NaN

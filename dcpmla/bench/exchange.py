@@ -9,7 +9,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dcpmla.bench.exchange_inputs import (
@@ -17,15 +17,16 @@ from dcpmla.bench.exchange_inputs import (
     ExchangeCase,
     ExchangeInputs,
     exchange_of,
+    exchanges_of,
     find_errors,
-    with_direct,
 )
 from dcpmla.bench.options import single
 from dcpmla.bench.peers import load_adapters
-from dcpmla.bench.plots import draw_rows, new_figure, save_figure, select
-from dcpmla.bench.results import Row, dtype_name, finite
-from dcpmla.bench.runner import Benchmark
-from dcpmla.bench.timing import calls_per_sample, is_h200, largest, time_with_result
+from dcpmla.bench.plots import Panel, draw_panels, grouped, select
+from dcpmla.bench.results import Row, finite
+from dcpmla.bench.runner import Benchmark, Work
+from dcpmla.bench.timing import calls_per_sample, is_h200, largest
+from dcpmla.bench.words import named
 from dcpmla.cli.options import positive
 from dcpmla.comm.exchange import Exchange
 from dcpmla.job.bootstrap import Ranks, agree
@@ -61,16 +62,6 @@ class Exchanged(NamedTuple):
     heads: int | None
     row_width: int
 
-    def __str__(self) -> str:
-        name = f"{self.exchange} {self.variant}".rstrip()
-        return f"{self.operation} {name} of {self.load}"
-
-    @property
-    def load(self) -> str:
-        """Ranks, tokens and heads."""
-        heads = f", {self.heads} heads" if self.heads else ""
-        return f"{self.dcp} ranks, {self.tokens:,} tokens{heads}"
-
 
 class ExchangeBenchmark(Benchmark[Exchanged, ExchangeInputs]):
     """Every operation of every backend, groups of one size after the other.
@@ -89,6 +80,7 @@ class ExchangeBenchmark(Benchmark[Exchanged, ExchangeInputs]):
         "value_width": single(positive, 128, "V", _VALUE_WIDTH),
         "peers": {"type": Path, "metavar": "DIR", "help": _PEERS},
     }
+    series = ("operation", "exchange", "variant")
 
     def __init__(self, args: argparse.Namespace, job: Job) -> None:
         super().__init__(args, job)
@@ -117,17 +109,16 @@ class ExchangeBenchmark(Benchmark[Exchanged, ExchangeInputs]):
 
     def _find_exchanges(self) -> dict[tuple[str, str], Exchange]:
         """Return the exchanges of a group by backend and variant. Collective over the job."""
-        group, device, exchanges = self.group, self.device, dict[tuple[str, str], Exchange]()
-        backends = self.args.dcp_comm_backend or with_direct(("ag_rs", "a2a"), group, device)
-        for backend in backends:
-            exchanges[backend, ""] = exchange_of(group, device, dcp_comm_backend=backend)
-            if backend == "direct":
-                options = {"dcp_comm_backend": backend, "dcp_exchange_dtype": "fp8"}
-                exchanges[backend, "fp8"] = exchange_of(group, device, **options)
+        group, device = self.group, self.device
+        plain = exchanges_of(self.args.dcp_comm_backend, ("ag_rs", "a2a"), group, device)
+        exchanges = {(backend, ""): exchange for backend, exchange in plain.items()}
+        if "direct" in plain:
+            options = {"dcp_comm_backend": "direct", "dcp_exchange_dtype": "fp8"}
+            exchanges["direct", "fp8"] = exchange_of(group, device, **options)
         if self._make_peer is not None:
             exchanges[_PEER, ""] = self._make_peer(group, device)
         # Last: their inputs are others.
-        return exchanges | {(backend, "pbm"): exchanges[backend, ""] for backend in backends}
+        return exchanges | {(backend, "pbm"): exchanges[backend, ""] for backend in plain}
 
     def inputs(self, case: Exchanged) -> ExchangeInputs:
         latent_dim = case.row_width - _ROPE_DIM * (case.operation != "combine")
@@ -137,45 +128,35 @@ class ExchangeBenchmark(Benchmark[Exchanged, ExchangeInputs]):
 
     def measure(self, case: Exchanged, inputs: ExchangeInputs) -> list[Row]:
         ranks, exchange = self.job.ranks, self.exchanges[case.exchange, case.variant]
-        common = {"tp": ranks.num_ranks, "gpus_per_node": ranks.num_local_ranks, "dtype": dtype_name(self.dtype)}
-        return [case._asdict() | common | measured(inputs, exchange, self.device, _link_gb_per_s(ranks, case.dcp))]
+        link, received = _link_gb_per_s(ranks, case.dcp), inputs.received_bytes
+
+        def errors(result: tuple[Tensor, ...], index: int) -> Row:
+            return {"error": finite(largest(check(inputs, exchange, result, index), self.device))}
+
+        fields: Row = {"tp": ranks.num_ranks, "gpus_per_node": ranks.num_local_ranks}
+        fields["wire_us"] = None if link is None else round(received / link / 1e3, 3)
+        work = Work(calls_per_sample(self.device), errors, num_bytes=received, fields=fields)
+        return [self.kernel_row(case._asdict(), "", partial(inputs.run, exchange), work)]
 
     @staticmethod
     def limits(row: Row) -> dict[str, float]:
         exact_or_rounded = _LARGEST_ERRORS[row["dtype"]] if row["operation"] == "combine" else 0.0
         return {"error": _LARGEST_FP8_ERROR if row["variant"] == "fp8" else exact_or_rounded}
 
-    def line(self, case: Exchanged, row: Row) -> str:
-        wire = "" if row["wire_us"] is None else f"  wire {row['wire_us']:>8,.1f} us"
-        error = "not finite" if row["error"] is None else f"{row['error']:.1g}"
-        time = f"{row['median_us']:>10,.1f} us {row['gb_per_s']:>7,.1f} GB/s{wire}"
-        name = f"{case.exchange} {case.variant}"
-        return f"{case.operation:<14} {name:<11} {case.load:<34} {time}  error {error}"
-
-    def summary(self, rows: Sequence[Row]) -> Iterator[str]:
-        for backend in dict.fromkeys(row["exchange"] for row in rows):
-            results = select(rows, exchange=backend)
-            yield f"{backend}: {sum(bool(self.wrong(row)) for row in results)} of {len(results)} results wrong"
-
-    @staticmethod
-    def plot(path: Path, rows: Sequence[Row]) -> None:
+    @classmethod
+    def plot(cls, path: Path, rows: Sequence[Row]) -> None:
         """Draw times over tokens in the largest group with the most heads: each operation by itself, a line for each
         backend and variant.
         """
         size, heads = max(row["dcp"] for row in rows), max(row["heads"] or 0 for row in rows)
         shown = [row for row in rows if row["dcp"] == size and row["heads"] in (heads, None)]
-        operations = list(dict.fromkeys(row["operation"] for row in shown))
         merges = select(shown, operation="combine", variant="", tokens=min(row["tokens"] for row in shown))
         times = [f"{row['exchange']} {row['median_us']:,.1f} us" for row in sorted(merges, key=itemgetter("median_us"))]
         title = f"{merges[0]['tokens']:,} x {heads} heads merged over {size} ranks: {', '.join(times)}"
-        figure, axes = new_figure(title, num_axes=len(operations), width=4.8)
-        for axis, operation in zip(axes, operations, strict=True):
-            axis.set_title(operation)
-            axis.set_yscale("log", base=2)
-            axis.yaxis.set_major_formatter("{x:g}")
-            of_operation = select(shown, operation=operation)
-            draw_rows(axis, of_operation, itemgetter("tokens"), itemgetter("median_us"), _series, ("tokens", "us"))
-        save_figure(path, figure)
+        over = itemgetter("tokens"), itemgetter("median_us"), ("tokens", "us")
+        operations = grouped(shown, itemgetter("operation"))
+        panels = [Panel(operation, of_operation, *over, is_logarithmic=True) for operation, of_operation in operations]
+        draw_panels(path, title, panels, partial(named, ("exchange", "variant")))
 
 
 def group_sizes(args: argparse.Namespace, num_ranks: int) -> list[int]:
@@ -199,29 +180,16 @@ def group_sizes(args: argparse.Namespace, num_ranks: int) -> list[int]:
     return sizes
 
 
-def measured(inputs: ExchangeInputs, exchange: Exchange, device: torch.device, link_gb_per_s: float | None) -> Row:
-    """Return an operation's fields of a row: its time, its error in the last timed call and where shards are empty.
-
-    Collective over the job.
+def check(inputs: ExchangeInputs, exchange: Exchange, result: tuple[Tensor, ...], index: int) -> float:
+    """Return the largest error of a call's result, and of the next call's, the last, in which shards are empty.
+    Collective over the group.
     """
-    calls = calls_per_sample(device)
-    timing, last = time_with_result(partial(inputs.run, exchange), device, calls)
-    # Check the last call first: the next call may overwrite the rows that it gathered.
-    errors = [*find_errors(last, inputs.answer(calls - 1))]
-    errors += find_errors(inputs.run(exchange, calls), inputs.answer(calls))
-    return {
-        **timing.fields(2),
-        "wire_us": None if link_gb_per_s is None else round(inputs.received_bytes / link_gb_per_s / 1e3, 3),
-        "gb_per_s": round(inputs.received_bytes / timing.median_us / 1e3, 3),
-        "error": finite(largest(max(errors), device)),
-    }
+    # Check the result first: the next call may overwrite the rows that it gathered.
+    errors = find_errors(result, inputs.answer(index))
+    return max(errors + find_errors(inputs.run(exchange, index + 1), inputs.answer(index + 1)))
 
 
 def _link_gb_per_s(ranks: Ranks, size: int) -> float | None:
     """Return the rate of the links between H200s of one node; None where a group has others."""
     num_nodes = replace(H200X8, gpus_per_node=ranks.num_local_ranks).num_nodes(size, ranks.num_ranks)
     return H200X8.nvlink_gb_per_s if is_h200(ranks.device) and num_nodes == 1 else None
-
-
-def _series(row: Row) -> str:
-    return f"{row['exchange']} {row['variant']}".rstrip()

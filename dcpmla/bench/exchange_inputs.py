@@ -87,6 +87,14 @@ def with_direct(backends: Sequence[str], group: dist.ProcessGroup, device: torch
     return [*backends, *([] if is_out_of_reach else ["direct"])]
 
 
+def exchanges_of(
+    asked: Sequence[str] | None, usual: Sequence[str], group: dist.ProcessGroup, device: torch.device
+) -> dict[str, Exchange]:
+    """Return the exchanges of a group by backend: those asked for, or the usual ones and `direct`. Collective."""
+    backends = asked or with_direct(usual, group, device)
+    return {backend: exchange_of(group, device, dcp_comm_backend=backend) for backend in backends}
+
+
 class ExchangeInputs(Protocol):
     """Inputs of one operation.
 

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dcpmla.bench.ceilings import floor_fields, measure_ceilings
+from dcpmla.bench.ceilings import measure_ceilings
 from dcpmla.bench.options import directory_of, named
 from dcpmla.bench.peers import load_adapters
 from dcpmla.bench.results import Row, finite, leave_out
-from dcpmla.bench.runner import Benchmark, Kept
+from dcpmla.bench.runner import Benchmark, Kept, Work
 from dcpmla.bench.timing import calls_over, num_rotated
+from dcpmla.bench.words import name_of
 from dcpmla.cache.formats import FP8
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import Job
@@ -62,9 +63,6 @@ class ExpertsCase(NamedTuple):
     weights: str
     tokens: int
 
-    def __str__(self) -> str:
-        return f"{self.geometry}, {self.weights}, {self.tokens:,} tokens"
-
 
 class ExpertsInputs:
     """Random tokens, and so many sets of random routes that the weights of one have left the L2 when it comes again."""
@@ -103,7 +101,7 @@ class ExpertsInputs:
         rows = torch.empty_like(rows).index_copy_(0, order, rows).unflatten(0, ids.shape)
         return (rows * expert_weights[..., None]).sum(1).to(self.x.dtype)
 
-    def error(self, out: Tensor, index: int) -> float:
+    def error(self, out: Tensor, index: int) -> Row:
         """Return the relative error (norms) of some tokens' rows against float64."""
         ids, expert_weights = (part[:_CHECKED_TOKENS] for part in self.routes[index % len(self.routes)])
         answer = torch.zeros(len(ids), self.shape.hidden_size, dtype=torch.float64, device=out.device)
@@ -112,7 +110,7 @@ class ExpertsInputs:
                 gate_up, down = (dequantize(_one(weight, expert), torch.float32).double() for weight in self.weights)
                 gate, up = (gate_up @ self.x[token].double()).chunk(2)
                 answer[token] += expert_weights[token, i] * (down @ (functional.silu(gate) * up))
-        return float((out[: len(ids)] - answer).norm() / answer.norm())
+        return {"error": finite(float((out[: len(ids)] - answer).norm() / answer.norm()))}
 
 
 class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
@@ -125,6 +123,7 @@ class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
         "tokens": "1,8,32,128,512,8192",
         "peers": directory_of("deep_gemm.tar.xz, humming.tar.xz and vllm_moe.tar.xz, others' kernels for fp8"),
     }
+    series = ("kernel", "weights")
     sample_seconds = 0.5
 
     @staticmethod
@@ -159,23 +158,14 @@ class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
         if case.weights == "fp8":
             kernels |= {name: partial(self._run_peer, name, case, inputs) for name in self.peers}
         num_sets, rows = len(inputs.routes), list[Row]()
-        router = self.time(inputs.router, num_sets)
-        floor_us = self.ceilings.floor_us(inputs.bytes_read, inputs.flops, in_fp8=case.weights == "fp8")
+        fields = inputs.shape._asdict() | {"router_us": round(self.time(inputs.router, num_sets).median_us, 2)}
+        fields |= {"bytes_read": inputs.bytes_read}
+        counted = inputs.flops, inputs.bytes_read
+        work = Work(num_sets, inputs.error, *counted, in_fp8=case.weights == "fp8", fields=fields)
         for name, kernel in kernels.items():
             # torch's products take GPUs and widths of their own.
-            with nullcontext() if name == "dcpmla" else leave_out(f"{name} of {case}"):
-                timing, out = self.time_with_result(kernel, num_sets)
-                fields = {
-                    "kernel": name,
-                    **inputs.shape._asdict(),
-                    "num_sets": num_sets,
-                    "router_us": round(router.median_us, 2),
-                    "bytes_read": inputs.bytes_read,
-                    **floor_fields(floor_us, timing.median_us),
-                    "tflops": round(inputs.flops / timing.median_us / 1e6, 3),
-                    "error": finite(inputs.error(out, num_sets - 1)),
-                }
-                rows.append(self.row(case._asdict(), timing, fields))
+            with nullcontext() if name == "dcpmla" else leave_out(f"{name} of {name_of(case)}"):
+                rows.append(self.kernel_row(case._asdict(), name, kernel, work))
         return rows
 
     def _run_peer(self, name: str, case: ExpertsCase, inputs: ExpertsInputs, index: int) -> Tensor:
@@ -187,10 +177,6 @@ class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
     @staticmethod
     def limits(row: Row) -> dict[str, float]:
         return {"error": _LARGEST_ERROR[row["weights"]]}
-
-    def line(self, case: ExpertsCase, row: Row) -> str:
-        time = f"{row['median_us']:>10,.1f} us {row['floor_share']:>4.0%} of the floor {row['tflops']:>7,.1f} TFLOP/s"
-        return f"{case!s:<32} {row['kernel']:<10} {time}   router {row['router_us']:,.1f} us"
 
 
 def _random_experts(kind: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> ExpertWeights:

@@ -15,11 +15,12 @@ from dcpmla.bench.engine_steps import decode_steps, mixed_times
 from dcpmla.bench.forced import ForcedDrafter
 from dcpmla.bench.load import check_lengths, engine_fields
 from dcpmla.bench.options import listed, single
-from dcpmla.bench.plots import draw_rows, new_figure, save_figure, select
+from dcpmla.bench.plots import Panel, draw_panels
 from dcpmla.bench.results import Row
 from dcpmla.bench.runner import Benchmark
 from dcpmla.bench.step_times import is_quantized, modelled_times, size_of, step_times
 from dcpmla.bench.timing import largest
+from dcpmla.bench.words import named
 from dcpmla.cache.formats import format_name
 from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, positive, positive_list, seed, share_list
 from dcpmla.integrations.families.table import attention_of
@@ -53,7 +54,7 @@ class Batch(NamedTuple):
             --input-len tokens.
     """
 
-    size: int
+    batch: int
     mode: str
     acceptance: float | None = None
     is_adaptive: bool = False
@@ -67,6 +68,7 @@ class Generate(Benchmark[Batch, None]):
     ranks_of = "tp"
     has_engine = True
     plot_help = "time per token and tokens/s"
+    series = ("mode", "acceptance", "is_adaptive")
     options = {
         "batch": "1,2,4,8,16,32,64,128",
         "input_len": single(positive, 512, "N", "tokens of a prompt"),
@@ -88,6 +90,7 @@ class Generate(Benchmark[Batch, None]):
         if args.step_tokens:  # all of a step are within the limits of graphs
             num_reqs = max(num_reqs, min(_NUM_DECODES + 1, args.max_num_seqs))
         self.engine, chosen = build_engine(args, job, dcp, files, [seq_len] * num_reqs)
+        self.modes = ("graph", "eager") if self.engine.graph else ("eager",)
         self.graph, self.mixed_graph, self.exchange = self.engine.graph, self.engine.mixed_graph, chosen.exchange.name
         self.speculation, model = self.engine.speculation, self.engine.model
         assert isinstance(model, ShardedModel)
@@ -130,8 +133,7 @@ class Generate(Benchmark[Batch, None]):
             raise ValueError(f"--step-tokens has {num_tokens}; raise {limits}")
 
     def cases(self) -> Iterator[Batch]:
-        args, drafter = self.args, self.speculation.drafter
-        modes = ("graph", "eager") if self.graph else ("eager",)
+        args, drafter, modes = self.args, self.speculation.drafter, self.modes
         for size in args.batch:
             yield from (Batch(size, mode) for mode in modes)
             if drafter.num_speculative_tokens and size * (1 + drafter.num_speculative_tokens) <= MAX_DRAFT_ROWS:
@@ -147,19 +149,19 @@ class Generate(Benchmark[Batch, None]):
         if case.tokens:
             return [self._mixed_row(case)]
         if case.context:
-            labels = self._labels(case) | {"batch": case.size, "input_len": case.context}
-            return [labels | self._device_times(case.size, case.context)]
+            labels = self._labels(case) | {"batch": case.batch, "input_len": case.context}
+            return [labels | self._device_times(case.batch, case.context)]
         args, engine = self.args, self.engine
         engine.graph, engine.mixed_graph = (self.graph, self.mixed_graph) if case.mode == "graph" else (None, None)
         engine.speculation = Speculation(self._drafter(case))
         self.job.watchdog.enter("queueing requests")
-        steps = decode_steps(engine, case.size, args.input_len, args.output_len, args.seed)
+        steps = decode_steps(engine, case.batch, args.input_len, args.output_len, args.seed)
         # Steps of a kind are alike; where some have drafts and others none, the mean counts all.
         average = statistics.mean if case.is_adaptive else statistics.median
         seconds = largest(average([seconds for seconds, _ in steps]), self.model.device)
         tokens_a_step = statistics.mean(num_tokens for _, num_tokens in steps)
         row = self._labels(case) | {
-            "batch": case.size,
+            "batch": case.batch,
             "step_us": round(seconds * 1e6, 1),
             "tokens_per_second": round(tokens_a_step / seconds, 1),
         }
@@ -167,9 +169,14 @@ class Generate(Benchmark[Batch, None]):
             drafts = {name: getattr(args, name) for name in ("speculative_method", "num_speculative_tokens")}
             row |= {**drafts, "acceptance": case.acceptance, "is_adaptive": case.is_adaptive}
             row["tokens_a_step"] = round(tokens_a_step, 2)
-        elif case.mode == "graph":
-            row |= self._device_times(case.size, args.input_len)
-            if case.size == max(args.batch):
+            row |= self.speedup_over("no_drafts", case.batch, seconds / tokens_a_step, is_baseline=False)
+        else:
+            if case.mode == self.modes[0]:
+                self.speedup_over("no_drafts", case.batch, seconds / tokens_a_step, is_baseline=True)
+            row |= self.speedup_over("graph", ("graph", case.batch), seconds, is_baseline=case.mode == "graph")
+        if case.acceptance is None and case.mode == "graph":
+            row |= self._device_times(case.batch, args.input_len)
+            if case.batch == max(args.batch):
                 row |= self._prefill_times()
         return [row]
 
@@ -186,8 +193,8 @@ class Generate(Benchmark[Batch, None]):
     def _mixed_row(self, case: Batch) -> Row:
         self.job.watchdog.enter("timing steps with prompts")
         self.engine.mixed_graph = self.mixed_graph
-        times = mixed_times(self.engine, case.tokens, case.size, self.args.input_len, case.mode == "graph")
-        return self._labels(case) | {"tokens": case.tokens, "decodes": case.size} | times
+        times = mixed_times(self.engine, case.tokens, case.batch, self.args.input_len, case.mode == "graph")
+        return self._labels(case) | {"tokens": case.tokens, "decodes": case.batch} | times
 
     def _device_times(self, batch: int, context: int) -> Row:
         """Return the times of a step on the device alone, and on H200s the modelled ones."""
@@ -211,62 +218,21 @@ class Generate(Benchmark[Batch, None]):
         model = engine.model
         return ForcedDrafter(drafter, case.acceptance, model.vocab_size, model.device, not case.is_adaptive)
 
-    def line(self, case: Batch, row: Row) -> str:
-        if "batch" not in row:
-            alone = f"  kernels {row['device_us'] / 1e3:>8.3f} ms" if "device_us" in row else ""
-            step = f"step of {row['tokens']:>5} tokens, {row['decodes']:>2} decodes"
-            return f"{step}  {row['mode']:<5}  {row['step_us'] / 1e3:>10.3f} ms{alone}"
-        if "step_us" not in row:
-            modelled = f", modelled {row['predicted_us'] / 1e3:.3f} ms" if "predicted_us" in row else ""
-            step = f"step of {row['batch']:>3} x {row['input_len']:>9,} cached tokens"
-            return f"{step}  device {row['device_us'] / 1e3:>8.3f} ms{modelled}"
-        time, rate = f"{row['step_us'] / 1e3:>10.3f} ms", f"{row['tokens_per_second']:>10,.0f} tok/s"
-        device = f"  device {row['device_us'] / 1e3:>8.3f} ms" if "device_us" in row else ""
-        layer = f", a layer of experts {row['us_per_moe_layer']:>7.1f} us" if row.get("us_per_moe_layer") else ""
-        drafts = f"  {_words(row)}" if "acceptance" in row else ""
-        floor = f", {row['floor_share']:.0%} of it at the memory's rate" if "floor_share" in row else ""
-        return f"batch {row['batch']:>5}  {row['mode']:<5}{drafts}  {time}  {rate}{device}{floor}{layer}"
-
-    def summary(self, rows: Sequence[Row]) -> Iterator[str]:
-        """Yield how much faster graphs are, for each batch, and drafts."""
-        rows = [row for row in rows if "batch" in row and "step_us" in row]
-        plain = [row for row in rows if "acceptance" not in row]
-        times = {(row["batch"], row["mode"]): row["step_us"] for row in plain}
-        rates = {(row["batch"], row["mode"]): row["tokens_per_second"] for row in plain}
-        for row in rows:
-            if "acceptance" in row and (row["batch"], row["mode"]) in rates:
-                faster = row["tokens_per_second"] / rates[row["batch"], row["mode"]]
-                yield f"batch {row['batch']:>5}  {_words(row)}: {faster:.2f} x the tokens/s"
-        for batch in dict.fromkeys(row["batch"] for row in select(plain, mode="graph")):
-            if (batch, "eager") in times:
-                yield f"batch {batch:>5}  graphs {times[batch, 'eager'] / times[batch, 'graph']:.2f} x as fast"
-
-    @staticmethod
-    def plot(path: Path, rows: Sequence[Row]) -> None:
+    @classmethod
+    def plot(cls, path: Path, rows: Sequence[Row]) -> None:
         """Draw time per token and tokens/s over batches, a line for each mode."""
         rows = [row for row in rows if "batch" in row and "step_us" in row]
         fastest, row = max(rows, key=itemgetter("tokens_per_second")), rows[0]
         title = f"{row['model']}, tp {row['tp']}, dcp {row['dcp']}, {row['dtype']}, after {row['input_len']} tokens"
         title += f": {fastest['tokens_per_second']:,.0f} tokens/s at batch {fastest['batch']}"
-        figure, axes = new_figure(title, num_axes=2)
-        measures = ("step_us", 1e-3, "time per token, ms"), ("tokens_per_second", 1, "tokens/s")
-        for axis, (field, factor, label) in zip(axes, measures, strict=True):
-            draw_rows(axis, rows, itemgetter("batch"), partial(_scaled, field, factor), _series, ("batch", label))
-        save_figure(path, figure)
+        batch, rate = itemgetter("batch"), itemgetter("tokens_per_second")
+        panels = [
+            Panel("", rows, batch, lambda row: row["step_us"] / 1e3, ("batch", "time per token, ms")),
+            Panel("", rows, batch, rate, ("batch", "tokens/s")),
+        ]
+        draw_panels(path, title, panels, partial(named, cls.series), width=6.4)
 
     def close(self) -> None:
         engine = self.engine
         engine.graph, engine.mixed_graph, engine.speculation = self.graph, self.mixed_graph, self.speculation
         engine.close()
-
-
-def _scaled(field: str, factor: float, row: Row) -> float:
-    return row[field] * factor
-
-
-def _series(row: Row) -> str:
-    return f"{row['mode']}, {_words(row)}" if "acceptance" in row else row["mode"]
-
-
-def _words(row: Row) -> str:
-    return f"{row['acceptance']:.0%} of drafts accepted{', where they pay' if row['is_adaptive'] else ''}"

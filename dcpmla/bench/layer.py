@@ -15,7 +15,7 @@ import torch
 from dcpmla.attention.mla.layer import PROJECT_FIRST_TOKENS
 from dcpmla.attention.stack import Stack as AttentionStack
 from dcpmla.bench.cache_formats import config_name, query_dtypes
-from dcpmla.bench.ceilings import floor_fields, measure_ceilings
+from dcpmla.bench.ceilings import Ceilings, floor_fields, measure_ceilings
 from dcpmla.bench.compressed_stack import compressed_makers
 from dcpmla.bench.exchange_inputs import with_direct
 from dcpmla.bench.geometries import GEOMETRIES, config_of
@@ -25,7 +25,6 @@ from dcpmla.bench.layouts import (
     Layout,
     compare_with_plain,
     crossovers,
-    efficiencies,
     layout_of,
     load_of,
     speedups_of,
@@ -35,6 +34,7 @@ from dcpmla.bench.plots import draw_bars, draw_lines, new_figure, save_figure
 from dcpmla.bench.results import Row
 from dcpmla.bench.runner import Benchmark
 from dcpmla.bench.stack import CANDIDATES, PARTS, Stack, StackMaker, StackSizes
+from dcpmla.bench.words import name_of
 from dcpmla.cli.options import positive
 from dcpmla.config import DCPConfig
 from dcpmla.extras import needed_by
@@ -59,9 +59,6 @@ class LayerCase(NamedTuple):
     layout: Layout
     batch: int
     context: int
-
-    def __str__(self) -> str:
-        return f"{self.layout}, {self.batch} x {self.context:,}"
 
 
 class Layer(Benchmark[LayerCase, Stack]):
@@ -88,6 +85,7 @@ class Layer(Benchmark[LayerCase, Stack]):
         "batch": "1,4,16,64,128",
         "context": "8192,32768,131072,524288",
     }
+    series = ("part", *Layout._fields)
 
     def __init__(self, args: argparse.Namespace, job: Job) -> None:
         super().__init__(args, job)
@@ -95,7 +93,7 @@ class Layer(Benchmark[LayerCase, Stack]):
         self.config = self.attention.config
         self.makers = _stack_makers(self.attention)
         job.watchdog.enter("measuring the memory's rate", LOAD_TIMEOUT)
-        self.ceilings = measure_ceilings(self.device, self.dtype)
+        self.ceilings: Ceilings = measure_ceilings(self.device, self.dtype)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # caches are planned by the device's free memory
         sizes = sorted(args.decode_context_parallel_size)
@@ -171,25 +169,18 @@ class Layer(Benchmark[LayerCase, Stack]):
             compare_with_plain(rows, self.plain[setting])
         return rows
 
-    def text(self, case: LayerCase, rows: Sequence[Row]) -> str:
-        total, load = rows[0], f"{case.batch} x {case.context:,}"
-        parts = "  ".join(f"{row['part']} {row['median_us']:>8,.1f}" for row in rows)
-        added = f"  adds {total['added_us_per_layer']:,.1f} a layer" if "added_us_per_layer" in total else ""
-        sums = f"(parts together {total['sum_of_parts_us']:,.1f})"
-        return f"{case.layout!s:<36} {load:>14}  us: {parts}  {sums}{added}"
-
     def summary(self, rows: Sequence[Row]) -> Iterator[str]:
-        yield from efficiencies(rows)
+        yield from super().summary(rows)
         for crossover in crossovers(rows):
             tokens = crossover["tokens"]
             loads = f"from {tokens:,} cached tokens on" if tokens else "at no load measured"
-            yield f"{layout_of(crossover)} is faster than tp {self.args.tensor_parallel_size}: {loads}"
+            yield f"{name_of(layout_of(crossover))} is faster than tp {self.args.tensor_parallel_size}: {loads}"
 
     def findings(self, rows: Sequence[Row]) -> dict[str, Any]:
-        return {"crossover": crossovers(rows)}
+        return super().findings(rows) | {"crossover": crossovers(rows)}
 
-    @staticmethod
-    def plot(path: Path, rows: Sequence[Row]) -> None:
+    @classmethod
+    def plot(cls, path: Path, rows: Sequence[Row]) -> None:
         """Draw the parts of a step of the most requests with the longest contexts, a bar for each layout; and the
         speedups over dcp 1 with the same caches and queries.
         """
@@ -198,14 +189,14 @@ class Layer(Benchmark[LayerCase, Stack]):
         title = f"{first['geometry']}, {first['num_layers']} attention layers, tp {first['tp']}"
         if best := max(((ratio, name) for name, points in speedups.items() for _, ratio in points), default=None):
             slowest = min(ratio for _, ratio in speedups[best[1]])
-            title += f": {best[1]} is {slowest:.2f} to {best[0]:.2f} x as fast as dcp 1"
+            title += f": {name_of(best[1])} is {slowest:.2f} to {best[0]:.2f} x as fast as dcp 1"
         figure, axes = new_figure(title, num_axes=2)
         times = {(layout_of(row), row["part"]): row["median_us"] for row in rows if load_of(row) == load}
         layouts, parts = (dict.fromkeys(column) for column in zip(*times, strict=True))
         names = [part for part in PARTS if part in parts]
-        bars = {str(each): {part: times.get((each, part), 0.0) for part in names} for each in layouts}
+        bars = {name_of(each): {part: times.get((each, part), 0.0) for part in names} for each in layouts}
         draw_bars(axes[0], bars, f"us of the parts of a step, {load[0]} x {load[1]:,} cached tokens")
-        lines = {str(layout): points for layout, points in speedups.items()}
+        lines = {name_of(layout): points for layout, points in speedups.items()}
         draw_lines(axes[1], lines, "cached tokens of all requests", "speed / dcp 1's")
         axes[1].axhline(1, color="black", linewidth=0.8)
         save_figure(path, figure)

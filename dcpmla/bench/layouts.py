@@ -2,11 +2,10 @@
 load on it is faster.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from dcpmla.bench.cache_formats import quantized_name
 from dcpmla.bench.plots import grouped, select
 from dcpmla.bench.results import Row
 from dcpmla.bench.stack import CANDIDATES
@@ -32,13 +31,6 @@ class Layout(NamedTuple):
     def compared(self) -> tuple[str, str, str, str]:
         """Kind of layers, dtypes of caches and queries. Layouts of the same ones are compared."""
         return self.layer_kind, self.kv_cache_dtype, self.decode_query_dtype, self.index_cache_dtype
-
-    def __str__(self) -> str:
-        exchange = f" {self.exchange} {self.variant}".rstrip() if self.dcp > 1 else ""
-        kind = "" if self.layer_kind == MLA else self.layer_kind
-        index = "" if self.index_cache_dtype == "auto" else f"{self.index_cache_dtype} index cache"
-        formats = quantized_name(self.kv_cache_dtype, self.decode_query_dtype)
-        return ", ".join(filter(None, [kind, f"dcp {self.dcp}{exchange}", formats, index]))
 
 
 def layout_of(row: Mapping[str, Any]) -> Layout:
@@ -72,18 +64,6 @@ def _apart(times: Mapping[str, float]) -> float:
     """Return the time of a step without attention and the selection, but with the exchange of candidates."""
     selection = times.get("selection", 0.0) - times.get(CANDIDATES, 0.0)
     return times["total"] - times["attention"] - selection
-
-
-def efficiencies(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield a line on the scaling efficiency of each layout, over the loads that plain TP held as well."""
-    compared = (row for row in rows if "scaling_efficiency" in row)
-    for layout, of_layout in grouped(compared, layout_of):
-        shares = {
-            name: sorted(row["scaling_efficiency"] for row in select(of_layout, part=part))
-            for part, name in (("attention", "attention"), ("total", "layer"))
-        }
-        words = [f"{name} {median(each):.0%} ({each[0]:.0%} to {each[-1]:.0%})" for name, each in shares.items()]
-        yield f"{layout}: scaling efficiency over {len(shares['layer'])} loads: {', '.join(words)}"
 
 
 def speedups_of(rows: Sequence[Row]) -> dict[Layout, list[tuple[int, float]]]:

@@ -14,7 +14,7 @@ from dcpmla.attention.output.rows import OutputRows
 from dcpmla.attention.projection_calls import ValueProjection
 from dcpmla.attention.projections import project_values
 from dcpmla.bench.results import Row
-from dcpmla.bench.runner import Benchmark
+from dcpmla.bench.runner import Benchmark, Work
 from dcpmla.bench.timing import num_rotated
 from dcpmla.parallel.quantized import QuantizedRows
 
@@ -27,9 +27,6 @@ class OutputCase(NamedTuple):
 
     heads: int
     tokens: int
-
-    def __str__(self) -> str:
-        return f"{self.heads} heads, {self.tokens:,} tokens"
 
 
 class OutputInputs:
@@ -67,6 +64,7 @@ class Output(Benchmark[OutputCase, OutputInputs]):
 
     ranks_of = "one"
     options = {"heads": "16,128", "tokens": "1,16,32,64,128,256,1024,4096"}
+    series = ("quantization",)
     sample_seconds = 1.0
 
     def cases(self) -> Iterator[OutputCase]:
@@ -77,28 +75,19 @@ class Output(Benchmark[OutputCase, OutputInputs]):
 
     def measure(self, case: OutputCase, inputs: OutputInputs) -> list[Row]:
         num_sets, rows = len(inputs.sets), []
-        project = self.time(inputs.project, num_sets)
+        project_us = round(self.time(inputs.project, num_sets).median_us, 2)
         for name, quant in _quantizations(self.device).items():
             different = inputs.fused(quant, 0).view(torch.uint8) != inputs.apart(quant, 0).view(torch.uint8)
-            fused, apart = (self.time(partial(way, quant), num_sets) for way in (inputs.fused, inputs.apart))
-            fields = {
-                "quantization": name,
-                "num_sets": num_sets,
-                "apart_us": round(apart.median_us, 2),
-                "project_us": round(project.median_us, 2),
-                "different": float(different.float().mean()),
-            }
-            rows.append(self.row(case._asdict(), fused, fields))
+            fields = {"quantization": name, "project_us": project_us}
+            fields["apart_us"] = round(self.time(partial(inputs.apart, quant), num_sets).median_us, 2)
+            errors = {"different": float(different.float().mean())}
+            work = Work(num_sets, lambda *_, errors=errors: errors, fields=fields)
+            rows.append(self.kernel_row(case._asdict(), "", partial(inputs.fused, quant), work))
         return rows
 
     @staticmethod
     def limits(row: Row) -> dict[str, float]:
         return {"different": _MOST_DIFFERENT}
-
-    def line(self, case: OutputCase, row: Row) -> str:
-        fused, apart, project = (f"{row[key]:>9,.1f} us" for key in ("median_us", "apart_us", "project_us"))
-        times = f"fused {fused}   apart {apart}   W_UV alone {project}   x {row['median_us'] / row['project_us']:.2f}"
-        return f"{case!s:<26} {row['quantization']:<16} {times}"
 
 
 def _quantizations(device: torch.device) -> dict[str, OutputQuant]:

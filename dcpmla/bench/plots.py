@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from dcpmla.bench.results import Row
 from dcpmla.cli.output import check_writable, is_same_path, write_bytes
@@ -80,24 +80,37 @@ def draw_lines(axis: Any, lines: Mapping[str, Iterable[tuple[float, float]]], x_
         axis.text(1.01, height, line.get_label(), transform=axis.transAxes, **look)
 
 
-def draw_rows(
-    axis: Any,
-    rows: Iterable[Row],
-    x: Callable[[Row], float],
-    y: Callable[[Row], float],
-    label: Callable[[Row], str],
-    names: tuple[str, str],
-) -> None:
-    """Draw rows as lines, one for each label, each point the median of the rows with the same x.
+class Panel(NamedTuple):
+    """One of the axes of a figure: rows as lines, each point the median of the rows with the same x.
 
-    Args:
+    Attributes:
         names: Names of the axes, x and y.
     """
-    lines = {
-        name: [(at, median(map(y, of_point))) for at, of_point in grouped(of_line, x)]
-        for name, of_line in grouped(rows, label)
-    }
-    draw_lines(axis, lines, *names)
+
+    title: str
+    rows: Iterable[Row]
+    x: Callable[[Row], float]
+    y: Callable[[Row], float]
+    names: tuple[str, str]
+    is_logarithmic: bool = False
+
+
+def draw_panels(
+    path: Path, title: str, panels: Sequence[Panel], label: Callable[[Row], str], width: float = 4.8
+) -> None:
+    """Draw rows side by side, one line for each label, and write the figure."""
+    figure, axes = new_figure(title, num_axes=len(panels), width=width)
+    for axis, panel in zip(axes, panels, strict=True):
+        axis.set_title(panel.title)
+        if panel.is_logarithmic:
+            axis.set_yscale("log", base=2)
+            axis.yaxis.set_major_formatter("{x:g}")
+        lines = {
+            name: [(at, median(map(panel.y, of_point))) for at, of_point in grouped(of_line, panel.x)]
+            for name, of_line in grouped(panel.rows, label)
+        }
+        draw_lines(axis, lines, *panel.names)
+    save_figure(path, figure)
 
 
 def draw_bars(

@@ -4,6 +4,7 @@ every backend, over all keys and under masks of selected ones.
 
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import product
 from operator import itemgetter
 from pathlib import Path
@@ -16,10 +17,11 @@ from dcpmla.attention.backends.calls import PrefillCall, Segments, join_keys
 from dcpmla.attention.backends.choice import PREFILL_BACKENDS, Backend
 from dcpmla.attention.backends.mask import selection_mask, unpack_mask
 from dcpmla.bench.options import single
-from dcpmla.bench.plots import draw_rows, new_figure, save_figure, select
+from dcpmla.bench.plots import Panel, draw_panels, select
 from dcpmla.bench.results import Row, error_fields, leave_out
-from dcpmla.bench.runner import Benchmark
+from dcpmla.bench.runner import Benchmark, Work
 from dcpmla.bench.timing import num_rotated
+from dcpmla.bench.words import name_of, named
 from dcpmla.cli.options import positive
 
 _DIMS = (128, 64, 128)  # nope, rope and value widths of a head: DeepSeek V2 and V3, Kimi-K2
@@ -55,10 +57,6 @@ class PrefillCase(NamedTuple):
         """Operations of both matrix products, over the pairs that the causal bound leaves, selected or not."""
         pairs = self.tokens * (self.tokens + 1) // 2 if self.causal else self.tokens * self.context
         return 2 * self.heads * sum(_DIMS) * pairs
-
-    def __str__(self) -> str:
-        keys = f"{self.context:,}" if self.context else "themselves"
-        return f"{self.tokens:,} new tokens over {keys}" + (f", top {self.topk:,}" if self.topk else "")
 
 
 class PrefillInputs:
@@ -99,10 +97,11 @@ class PrefillInputs:
         tensors = self.sets[index % len(self.sets)]
         return PrefillCall(*tensors, *self.queries, *self.keys, _SCALE, self.case.causal, self.mask)
 
-    def errors(self, out: Tensor, lse: Tensor) -> tuple[float, float]:
+    def errors(self, result: tuple[Tensor, Tensor], _: int = 0) -> Row:
         """Return the errors of set 0's result against float64, at some queries of the first and the last head: of out
         relative (norms), of lse the largest.
         """
+        out, lse = result
         heads = [0, self.case.heads - 1]
         rows = torch.linspace(0, self.case.tokens - 1, _CHECKED_ROWS, device=out.device).long()
         q, k_nope, k_pe, v = self.sets[0]
@@ -117,7 +116,7 @@ class PrefillInputs:
         answer = torch.einsum("ths,shd->thd", scores.softmax(-1), values)
         error = (out[rows][:, heads] - answer).norm() / answer.norm()
         lse_error = (lse[rows][:, heads] - scores.logsumexp(-1)).abs().max()
-        return float(error), float(lse_error)
+        return error_fields(float(error), float(lse_error))
 
 
 def _one_request(length: int, device: torch.device) -> Segments:
@@ -129,7 +128,7 @@ class PrefillBenchmark(Benchmark[PrefillCase, PrefillInputs]):
 
     ranks_of = "one"
     plot_help = "TFLOP/s"
-
+    series = ("kernel", "topk")
     options = {
         "heads": single(positive, 16, "H", _HEADS),
         "tokens": "2048,4096,8192,16384",
@@ -152,49 +151,30 @@ class PrefillBenchmark(Benchmark[PrefillCase, PrefillInputs]):
         rows = []
         for backend in PREFILL_BACKENDS:
             if not backend.obstacle_to(inputs.call(0)):
-                with leave_out(f"{backend.name} of {case}", (ImportError, RuntimeError)):
+                with leave_out(f"{backend.name} of {name_of(case)}", (ImportError, RuntimeError)):
                     rows.append(self._row(backend, inputs))
         return rows
 
     def _row(self, backend: Backend[PrefillCall], inputs: PrefillInputs) -> Row:
-        case, num_sets = inputs.case, len(inputs.sets)
         start = time.perf_counter()
-        errors = inputs.errors(*backend.run(inputs.call(0)))  # reading them waits for the device
+        errors = inputs.errors(backend.run(inputs.call(0)))  # reading them waits for the device
         first_call_ms = round((time.perf_counter() - start) * 1e3, 1)
-        timing = self.time(lambda index: backend.run(inputs.call(index)), num_sets)
-        fields = {
-            "kernel": backend.name,
-            "causal": case.causal,
-            "num_sets": num_sets,
-            "first_call_ms": first_call_ms,
-            "tflops": round(case.flops / timing.median_us / 1e6, 3),
-            **error_fields(*errors),
-        }
-        return self.row(case._asdict(), timing, fields, digits=1)
+        fields = {"causal": inputs.case.causal, "first_call_ms": first_call_ms}
+        work = Work(len(inputs.sets), lambda *_: errors, inputs.case.flops, fields=fields)
+        return self.kernel_row(inputs.case._asdict(), backend.name, lambda index: backend.run(inputs.call(index)), work)
 
     @staticmethod
     def limits(row: Row) -> dict[str, float]:
         return {"error": _LARGEST_ERROR, "lse_error": _LARGEST_ERROR}
 
-    def line(self, case: PrefillCase, row: Row) -> str:
-        time = f"{row['median_us']:>12,.1f} us {row['tflops']:>8,.1f} TFLOP/s"
-        first_call = f"first call {row['first_call_ms']:>8,.1f} ms"
-        errors = f"error {row['error']} of lse {row['lse_error']}"
-        return f"{case!s:<49} {row['kernel']:<10} {time}   {first_call}   {errors}"
-
-    @staticmethod
-    def plot(path: Path, rows: Sequence[Row]) -> None:
+    @classmethod
+    def plot(cls, path: Path, rows: Sequence[Row]) -> None:
         """Draw TFLOP/s by backend: over new tokens that attend to themselves, over contexts of the longest chunk."""
-        longest, best = max(row["tokens"] for row in rows), max(rows, key=itemgetter("tflops"))
+        longest, best, y = max(row["tokens"] for row in rows), max(rows, key=itemgetter("tflops")), itemgetter("tflops")
+        causal, others = select(rows, causal=True), select(rows, causal=False, tokens=longest)
+        panels = [
+            Panel("", causal, itemgetter("tokens"), y, ("new tokens, causal", "TFLOP/s")),
+            Panel("", others, itemgetter("context"), y, (f"context of {longest:,} new tokens", "TFLOP/s")),
+        ]
         title = f"prefill of {best['heads']} heads: {best['kernel']} reaches {best['tflops']:,.0f} TFLOP/s"
-        figure, axes = new_figure(title, num_axes=2)
-        for axis, over, shown, label in (
-            (axes[0], "tokens", select(rows, causal=True), "new tokens, causal"),
-            (axes[1], "context", select(rows, causal=False, tokens=longest), f"context of {longest:,} new tokens"),
-        ):
-            draw_rows(axis, shown, itemgetter(over), itemgetter("tflops"), _series, (label, "TFLOP/s"))
-        save_figure(path, figure)
-
-
-def _series(row: Row) -> str:
-    return f"{row['kernel']}, top {row['topk']:,}" if row.get("topk") else row["kernel"]
+        draw_panels(path, title, panels, partial(named, cls.series), width=6.4)

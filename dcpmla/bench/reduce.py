@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from dcpmla.bench.exchange_inputs import row_error
 from dcpmla.bench.options import single
 from dcpmla.bench.results import Row, finite
-from dcpmla.bench.runner import Benchmark
+from dcpmla.bench.runner import Benchmark, Work
 from dcpmla.bench.timing import calls_per_sample, largest
 from dcpmla.cli.options import positive
 from dcpmla.comm.calls import NormedSum
@@ -36,9 +36,6 @@ class Reduced(NamedTuple):
 
     exchange: str
     tokens: int
-
-    def __str__(self) -> str:
-        return f"add_norm {self.exchange} of {self.tokens:,} tokens"
 
 
 class ReduceInputs:
@@ -97,6 +94,7 @@ class ReduceBenchmark(Benchmark[Reduced, ReduceInputs]):
         "tokens": "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192",
         "row_width": single(positive, 7168, "N", "the model's hidden size"),
     }
+    series = ("exchange",)
 
     def __init__(self, args: argparse.Namespace, job: Job) -> None:
         super().__init__(args, job)
@@ -121,21 +119,12 @@ class ReduceBenchmark(Benchmark[Reduced, ReduceInputs]):
 
     def measure(self, case: Reduced, inputs: ReduceInputs) -> list[Row]:
         backend, ranks = self.backends[case.exchange], self.job.ranks
-        error = inputs.error(backend)
-        timing = self.time(partial(inputs.run, backend))
-        fields = {
-            "operation": "add_norm",
-            "row_width": self.args.row_width,
-            "tp": ranks.num_ranks,
-            "gpus_per_node": ranks.num_local_ranks,
-            "error": finite(largest(error, self.device)),
-        }
-        return [self.row(case._asdict(), timing, fields)]
+        error = {"error": finite(largest(inputs.error(backend), self.device))}  # before sums are left in the rows
+        fields = {"operation": "add_norm", "row_width": self.args.row_width}
+        fields |= {"tp": ranks.num_ranks, "gpus_per_node": ranks.num_local_ranks}
+        work = Work(calls_per_sample(self.device), lambda *_: error, fields=fields)
+        return [self.kernel_row(case._asdict(), "", partial(inputs.run, backend), work)]
 
     @staticmethod
     def limits(row: Row) -> dict[str, float]:
         return {"error": _LARGEST_ERRORS[row["dtype"]]}
-
-    def line(self, case: Reduced, row: Row) -> str:
-        load = f"{row['tp']} ranks, {case.tokens:>6,} tokens of {row['row_width']}"
-        return f"{case.exchange:<18} {load} {row['median_us']:>10,.1f} us"

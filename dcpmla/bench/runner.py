@@ -4,6 +4,7 @@ import argparse
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
+from dcpmla.bench.ceilings import Ceilings, floor_fields
 from dcpmla.bench.options import add_options
-from dcpmla.bench.plots import check_outputs
+from dcpmla.bench.plots import check_outputs, grouped
 from dcpmla.bench.results import Row, add_commit_argument, dtype_name, write_results
 from dcpmla.bench.timing import Operation, TimeLimit, Timing, calls_over, time_operation, time_with_result
+from dcpmla.bench.words import comparisons, fields_of, name_of, named, results_of
 from dcpmla.cli.options import add_job_arguments, join, seconds, start
 from dcpmla.job.bootstrap import Ranks, agree
 from dcpmla.job.faults import is_out_of_memory
@@ -26,8 +29,36 @@ _TIME_LIMIT = 450  # seconds
 
 Case = TypeVar("Case")
 Inputs = TypeVar("Inputs")
-Result = TypeVar("Result")
 Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Work:
+    """Computation of a case, the same for all its kernels.
+
+    Attributes:
+        num_sets: Sets of inputs; call i takes set i % num_sets.
+        errors: Function of a call's result and its index to the fields of a row on its errors.
+        flops, num_bytes: Operations, and bytes that must move, of one call; 0 where they are not counted.
+        fields: Further fields of each row.
+    """
+
+    num_sets: int
+    errors: Callable[[Any, int], Row]
+    flops: float = 0.0
+    num_bytes: float = 0.0
+    in_fp8: bool = False
+    fields: Row = field(default_factory=dict)
+
+    def rates(self, time_us: float, ceilings: Ceilings | None) -> Row:
+        """Return the fields of a row on a kernel's speed."""
+        rates: Row = {"tflops": round(self.flops / time_us / 1e6, 3)} if self.flops else {}
+        if self.num_bytes:
+            rates["gb_per_s"] = round(self.num_bytes / time_us / 1e3, 3)
+        if self.num_bytes and ceilings is not None:
+            floor_us = ceilings.floor_us(self.num_bytes, self.flops, in_fp8=self.in_fp8)
+            rates |= floor_fields(floor_us, time_us)
+        return rates
 
 
 class Kept:
@@ -54,23 +85,28 @@ class Benchmark(Generic[Case, Inputs]):
         has_engine: Whether it runs a model: it then adds `generate`'s options itself, and has no default time limit.
         plot_help: Description of the plot; "" where there is no plot.
         options: Options of its own, as `add_options` takes them.
+        series: Fields that name a row, as a line of a plot and in the summary.
         sample_seconds: Limit for the samples of one operation.
         args, job, device: Options, job that measures, this rank's device.
         dtype: Dtype of tensors that are not quantized: bfloat16 on GPUs, float32 on CPUs.
         kept: Inputs that neighboring cases share.
+        ceilings: Peak rates of the device, None where no floor is measured.
     """
 
     ranks_of: ClassVar[str] = "any"
     has_engine: ClassVar[bool] = False
     plot_help: ClassVar[str] = ""
     options: ClassVar[Mapping[str, Any]] = {}
+    series: ClassVar[tuple[str, ...]] = ()
     sample_seconds: ClassVar[float] = math.inf
+    ceilings: Ceilings | None = None
 
     def __init__(self, args: argparse.Namespace, job: Job) -> None:
         self.args, self.job = args, job
         self.device = job.ranks.device
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.kept = Kept()
+        self._baselines: dict[Hashable, float] = {}
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
@@ -82,7 +118,7 @@ class Benchmark(Generic[Case, Inputs]):
         """Raise ValueError for options that contradict each other, or that these ranks cannot measure."""
 
     def cases(self) -> Iterable[Case]:
-        """Yield the cases in order, the same on all ranks; `str` gives a readable name."""
+        """Yield the cases in order, the same on all ranks."""
         raise NotImplementedError
 
     def inputs(self, case: Case) -> Inputs:
@@ -104,9 +140,23 @@ class Benchmark(Generic[Case, Inputs]):
         calls = None if num_sets is None else calls_over(num_sets, self.device)
         return time_operation(operation, self.device, calls, self.sample_seconds)
 
-    def time_with_result(self, operation: Callable[[int], Result], num_sets: int) -> tuple[Timing, Result]:
-        """Time as `time` does; also return the result of the last timed call."""
-        return time_with_result(operation, self.device, calls_over(num_sets, self.device), self.sample_seconds)
+    def kernel_row(self, case: Row, name: str, run: Callable[[int], Any], work: Work) -> Row:
+        """Time a kernel ("": without a name), and return its row with the errors of the last timed call. Collective."""
+        calls = calls_over(work.num_sets, self.device)
+        timing, result = time_with_result(run, self.device, calls, self.sample_seconds)
+        fields = {**({"kernel": name} if name else {}), "num_sets": work.num_sets, **work.fields}
+        rates = work.rates(timing.median_us, self.ceilings)
+        return self.row(case, timing, {**fields, **rates, **work.errors(result, calls - 1)})
+
+    def speedup_over(self, name: str, load: Hashable, time_us: float, is_baseline: bool) -> Row:
+        """Return the field of a row that compares a time with the baseline's of the same load, if that was measured
+        before; keep the time of a baseline.
+        """
+        if is_baseline:
+            self._baselines[load] = time_us
+        elif load in self._baselines:
+            return {f"speedup_over_{name}": round(self._baselines[load] / time_us, 3)}
+        return {}
 
     def row(self, case: Row, timing: Timing, fields: Mapping[str, Any], digits: int = 2) -> Row:
         """Return a row: the fields of a case, a time in microseconds with so many digits, and further fields."""
@@ -124,27 +174,30 @@ class Benchmark(Generic[Case, Inputs]):
         return [name for name in limits if row[name] is None or not row[name] <= limits[name]]
 
     def text(self, case: Case, rows: Sequence[Row]) -> str:
-        """Return the text to print for a case's rows."""
-        return "\n".join(map(partial(self._marked, case), rows)) or "no kernel took this case"
-
-    def _marked(self, case: Case, row: Row) -> str:
-        wrong = ", ".join(f"{name} {row[name]}" for name in self.wrong(row))
-        return self.line(case, row) + (f"   WRONG: {wrong}" if wrong else "")
-
-    def line(self, case: Case, row: Row) -> str:
-        """Return the text to print for a row, but for a mark of wrong results."""
-        raise NotImplementedError
+        """Return the text to print for a case's rows, wrong results marked."""
+        known, lines = fields_of(case), []
+        for row in rows:
+            label = named((name for name in self.series if name not in known), row)
+            wrong = ", ".join(f"{name} {row[name]}" for name in self.wrong(row))
+            results = "  ".join(results_of(row))
+            lines.append(f"{label}  {results}".strip() + (f"   WRONG: {wrong}" if wrong else ""))
+        lines = lines or ["no kernel took this case"]
+        return f"{name_of(case)}:" + ("\n    " if len(lines) > 1 else " ") + "\n    ".join(lines)
 
     def summary(self, rows: Sequence[Row]) -> Iterable[str]:
-        """Yield the lines to print after the last case."""
-        return ()
+        """Yield the lines to print after the last case: of each series the wrong results, and the ratios."""
+        for name, results in grouped(rows, partial(named, self.series)):
+            num_wrong = sum(bool(self.wrong(row)) for row in results)
+            checked = [f"{num_wrong} of {len(results)} wrong"] if self.limits(results[0]) else []
+            if parts := [*checked, *comparisons([row for row in results if not self.wrong(row)])]:
+                yield f"{name}: {', '.join(parts)}"
 
     def findings(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Return the file's fields besides its rows."""
-        return {}
+        return {} if self.ceilings is None else {"ceilings": self.ceilings._asdict()}
 
-    @staticmethod
-    def plot(path: Path, rows: Sequence[Row]) -> None:
+    @classmethod
+    def plot(cls, path: Path, rows: Sequence[Row]) -> None:
         """Draw one or more rows, which may come from a result file."""
         raise NotImplementedError
 
@@ -219,16 +272,16 @@ def _measure(benchmark: Benchmark[Case, Any]) -> Iterator[tuple[Case, list[Row]]
     for case in benchmark.cases():
         if limit.is_over():
             if ranks.is_first:
-                print(f"time is over (--time-limit): {case} and what follows is left out", flush=True)
+                print(f"time is over (--time-limit): {name_of(case)} and what follows is left out", flush=True)
             return
-        watchdog.enter(str(case), LOAD_TIMEOUT if benchmark.has_engine else _TIMEOUTS * args.timeout)
+        watchdog.enter(name_of(case), LOAD_TIMEOUT if benchmark.has_engine else _TIMEOUTS * args.timeout)
         try:
             yield case, _rows(benchmark, case)
         except ValueError as error:
             if benchmark.has_engine:  # each of its cases must fit: this is a mistake
                 raise
             if ranks.is_first:
-                print(f"skipped: {case}: {error}", flush=True)
+                print(f"skipped: {name_of(case)}: {error}", flush=True)
         if ranks.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,7 +44,13 @@ _PLOTTED = (  # fields of rows, their labels and formats
 )
 
 
-class Serve(Benchmark[DCPConfig, None]):
+class Layout(NamedTuple):
+    """Ranks that share a cache."""
+
+    dcp: int
+
+
+class Serve(Benchmark[Layout, None]):
     """The same load under each DCP size."""
 
     ranks_of = "tp"
@@ -75,14 +81,14 @@ class Serve(Benchmark[DCPConfig, None]):
             check_layout(files, dcp)
         check_lengths(files, {"--input-lens": max(args.input_lens), "--output-lens": max(args.output_lens)})
 
-    def cases(self) -> Iterator[DCPConfig]:
-        yield from _dcp_configs(self.args)
+    def cases(self) -> Iterator[Layout]:
+        return map(Layout, dict.fromkeys(self.args.decode_context_parallel_size))
 
-    def measure(self, case: DCPConfig, inputs: None) -> list[Row]:
+    def measure(self, case: Layout, inputs: None) -> list[Row]:
         gc.collect()  # a model refers to itself: the memory of the last one is wanted now
         torch.cuda.empty_cache()
         args = self.args
-        engine, chosen = build_engine(args, self.job, case, self.files, None)
+        engine, chosen = build_engine(args, self.job, dcp_config(args, case.dcp), self.files, None)
         with closing(engine):
             self._check_room(engine)
             args.kv_cache_memory_bytes = engine.cache.sizes.bytes_per_rank  # the same under every size
@@ -122,10 +128,6 @@ class Serve(Benchmark[DCPConfig, None]):
             pass
         return served_row(engine, requests)
 
-    def line(self, case: DCPConfig, row: Row) -> str:
-        served = f"{row['requests_per_second']:,.2f} requests/s, {row['num_fit_mean']:,} fit"
-        return f"served under dcp {row['dcp']}: {served}"
-
     def summary(self, rows: Sequence[Row]) -> Iterator[str]:
         """Yield a table: a line for each name, a column for each DCP size."""
         cells = [[name, *(_cell(row[name]) for row in rows)] for name in rows[0]]
@@ -133,8 +135,8 @@ class Serve(Benchmark[DCPConfig, None]):
         for name, *values in cells:
             yield "  ".join([name.ljust(widths[0]), *map(str.rjust, values, widths[1:])])
 
-    @staticmethod
-    def plot(path: Path, rows: Sequence[Row]) -> None:
+    @classmethod
+    def plot(cls, path: Path, rows: Sequence[Row]) -> None:
         """Draw rates, running requests and mean latencies, a bar for each DCP size."""
         best, row = max(rows, key=itemgetter("requests_per_second")), rows[0]
         load = f"{row['num_requests']} requests, {row['request_rate']} a second, tp {row['tp']}"
@@ -152,14 +154,8 @@ def _dcp_configs(args: argparse.Namespace) -> list[DCPConfig]:
 
 
 def _cell(value: Any) -> str:
-    match value:
-        case None:
-            return "-"
-        case bool() | str():
-            return str(value)
-        case int():
-            return f"{value:,}"
-        case float():
-            return f"{value:,.4f}"
-        case _:
-            return ",".join(map(str, value))
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    if value is None or isinstance(value, bool | str):
+        return "-" if value is None else str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4f}"

@@ -3,7 +3,7 @@ attention, with and without a decode in the same step.
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -40,11 +40,6 @@ class TurnCase(NamedTuple):
     query_len: int
     decodes: int
 
-    def __str__(self) -> str:
-        beside = f" and {self.decodes} decode" if self.decodes else ""
-        turns = f"{self.batch} x {self.query_len} new tokens after {self.context:,}{beside}"
-        return f"{self.heads} heads a rank, {self.kv_cache_dtype}: {turns}"
-
 
 class TurnBenchmark(Benchmark[TurnCase, LayerStack]):
     """One layer over a cache that all cases of a context share."""
@@ -58,6 +53,7 @@ class TurnBenchmark(Benchmark[TurnCase, LayerStack]):
         "batch": "1,16",
         "tokens": "8,64,128,256",
     }
+    series = ("route",)
     sample_seconds = 0.5
 
     @staticmethod
@@ -128,9 +124,3 @@ class TurnBenchmark(Benchmark[TurnCase, LayerStack]):
         cos_sin = torch.randn(sum(lens), config.qk_rope_head_dim, device=self.device)
         hidden = torch.randn(sum(lens), config.hidden_size, device=self.device, dtype=self.dtype)
         return step.with_cos_sin(cos_sin), hidden
-
-    def text(self, case: TurnCase, rows: Sequence[Row]) -> str:
-        times = ", ".join(f"{row['route']} {row['median_us']:,.1f} us" for row in rows)
-        chosen = next(row for row in rows if row["is_chosen"])
-        slower = chosen["median_us"] / min(row["median_us"] for row in rows)
-        return f"{case!s:<80} {times}; chosen {chosen['route']}, {slower:.2f} x the better one"

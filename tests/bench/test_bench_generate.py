@@ -1,6 +1,5 @@
 """`dcpmla bench generate`: whole batches are timed, in each mode, and written as rows."""
 
-import json
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,11 +13,13 @@ from dcpmla.bench import step_times
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.graph_sizes import GraphSize
+from tests.support.benches import measure
 from tests.support.graph_checks import open_model_on
 from tests.support.models import save_tiny
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_process_on_cpu")
+TINY = "generate --batch 1,3 --input-len 9 --output-len 6 --block-size 8"
 
 
 @pytest.fixture(scope="module")
@@ -28,61 +29,37 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def bench(model: Path, **changes: object) -> int:
-    values: dict[str, object] = {
-        "model": model,
-        "device": "cpu",
-        "batch": "1,3",
-        "input_len": 9,
-        "output_len": 6,
-        "block_size": 8,
-    }
-    options = [
-        str(item) for name, value in (values | changes).items() for item in (f"--{name.replace('_', '-')}", value)
-    ]
-    return main(["bench", "generate", *options])
-
-
 def test_without_graphs(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, plot = tmp_path / "out.json", tmp_path / "out.png"
-    assert bench(model, json=out, plot=plot, commit="abc", batch="3,1,3") == 0
-    content = json.loads(out.read_text())
-    assert (content["commit"], content["machine"]) == ("abc", "1 x CPU")
-    assert [(row["mode"], row["batch"]) for row in content["rows"]] == [("eager", 3), ("eager", 1)]
-    for row in content["rows"]:
+    plot = tmp_path / "out.png"
+    rows = measure(tmp_path, f"{TINY} --model {model} --batch 3,1,3 --plot {plot}")
+    assert [(row["mode"], row["batch"]) for row in rows] == [("eager", 3), ("eager", 1)]
+    for row in rows:
         assert row["tokens_per_second"] * row["step_us"] == pytest.approx(row["batch"] * 1e6, rel=0.05)
-        expected = {
-            "model": model.name,
-            "tp": 1,
-            "dcp": 1,
-            "dtype": "float32",
-            "input_len": 9,
-            "output_len": 6,
-            "block_size": 8,
-        }
-        expected |= {"kv_cache_dtype": "float32", "decode_query_dtype": "auto"}
+        expected = {"model": model.name, "tp": 1, "dcp": 1, "dtype": "float32", "input_len": 9, "output_len": 6}
+        expected |= {"block_size": 8, "kv_cache_dtype": "float32", "decode_query_dtype": "auto"}
         assert {name: row[name] for name in expected} == expected
     assert plot.read_bytes().startswith(b"\x89PNG\r\n")
-    assert "     3  " in capsys.readouterr().out
+    assert "batch 3, eager: step " in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_drafts_of_a_forced_acceptance(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out.json"
-    drafts = {"speculative_method": "ngram", "num_speculative_tokens": 2, "acceptance": "0,1"}
-    assert bench(model, json=out, plot=tmp_path / "out.png", output_len=14, batch="2", **drafts) == 0
-    plain, *drafted = json.loads(out.read_text())["rows"]
+    drafts = "--speculative-method ngram --num-speculative-tokens 2 --acceptance 0,1"
+    command = f"{TINY} --model {model} --output-len 14 --batch 2 {drafts} --plot {tmp_path / 'out.png'}"
+    plain, *drafted = measure(tmp_path, command)
     assert "acceptance" not in plain
     kinds = [(row["acceptance"], row["is_adaptive"]) for row in drafted]
     assert kinds == [(0, False), (0, True), (1, False), (1, True)]
     assert [row["tokens_a_step"] for row in drafted if not row["is_adaptive"]] == [2, 6]
     for row in drafted:
         assert row["tokens_per_second"] * row["step_us"] == pytest.approx(row["tokens_a_step"] * 1e6, rel=0.05)
-    assert "100% of drafts accepted: " in capsys.readouterr().out
+        ratio = row["tokens_per_second"] / plain["tokens_per_second"]
+        assert row["speedup_over_no_drafts"] == pytest.approx(ratio, rel=1e-2)
+    assert "eager, 100% of drafts accepted, where they pay" in capsys.readouterr().out
 
 
-def test_both_modes_in_one_run(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.thorough
+def test_both_modes_in_one_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole batches only, every mode its own; where there is no GPU, a graph that is not captured stands for one."""
     decodes: list[tuple[str, bool]] = []
     build_engine = bench_generate.build_engine
@@ -101,9 +78,7 @@ def test_both_modes_in_one_run(
 
     monkeypatch.setattr(bench_generate, "build_engine", build)
     monkeypatch.setattr(step_times, "is_h200", lambda device: True)
-    out = tmp_path / "out.json"
-    assert bench(model, json=out, dtype="bfloat16") == 0
-    rows = json.loads(out.read_text())["rows"]
+    rows = measure(tmp_path, f"{TINY} --model {model} --dtype bfloat16")
     graphs = rows[::2]
     assert 0 < graphs[0]["floor_us"] <= graphs[1]["floor_us"]
     assert all(row["floor_share"] == pytest.approx(row["floor_us"] / row["device_us"], abs=1e-3) for row in graphs)
@@ -111,14 +86,12 @@ def test_both_modes_in_one_run(
     assert [(row["mode"], row["batch"]) for row in rows] == [("graph", 1), ("eager", 1), ("graph", 3), ("eager", 3)]
     for requests in ("1 requests", "3 requests"):
         assert decodes.count((requests, True)) == decodes.count((requests, False)) == 5
-    table = [line.split() for line in capsys.readouterr().out.splitlines() if line.lstrip().startswith(("1 ", "3 "))]
-    by_batch = {(row["mode"], row["batch"]): row for row in rows}
-    for batch, eager, graph, ratio, _ in table:
-        both = [by_batch[mode, int(batch)]["step_us"] for mode in ("eager", "graph")]
-        assert [eager, graph] == [f"{us / 1e3:.3f}" for us in both]
-        assert ratio == f"{both[0] / both[1]:.2f}"
+    for graph, eager in zip(graphs, rows[1::2], strict=True):
+        ratio = graph["step_us"] / eager["step_us"]
+        assert eager["speedup_over_graph"] == pytest.approx(ratio, rel=1e-2)
 
 
+@pytest.mark.thorough
 def test_steps_with_prompts(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,19 +110,19 @@ def test_steps_with_prompts(
 
     monkeypatch.setattr(bench_generate, "build_engine", build)
     monkeypatch.setattr(bench_generate.Generate, "close", lambda self: None)
-    out = tmp_path / "out.json"
     monkeypatch.setattr(bench_generate, "decode_steps", lambda engine, batch, *_: [(1.0, batch)])
     monkeypatch.setattr(bench_generate.Generate, "_device_times", lambda self, *_: {})
     monkeypatch.setattr(bench_generate.Generate, "_prefill_times", lambda self: {})
-    assert bench(model, json=out, batch="1", step_tokens="20,50", max_num_batched_tokens=64) == 0
-    rows = [row for row in json.loads(out.read_text())["rows"] if "tokens" in row]
+    command = f"{TINY} --model {model} --batch 1 --step-tokens 20,50 --max-num-batched-tokens 64"
+    rows = [row for row in measure(tmp_path, command) if "tokens" in row]
     cases = [(tokens, decodes, mode) for tokens, decodes in ((20, 0), (50, 0), (50, 32)) for mode in ("graph", "eager")]
     assert [(row["tokens"], row["decodes"], row["mode"]) for row in rows] == cases
     assert all(row["step_us"] > 0 and row["input_len"] == 9 for row in rows)
     assert [found.num_tokens for found in sizes if found] == [32, 64, 64]
-    assert "step of    50 tokens, 32 decodes  graph" in capsys.readouterr().out
+    assert "batch 32, graph, tokens 50: step " in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_steps_over_contexts_without_prefills(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -157,59 +130,44 @@ def test_steps_over_contexts_without_prefills(
     monkeypatch.setattr(step_times, "_SECONDS", 0.05)
     monkeypatch.setattr(step_times, "is_h200", lambda _: True)
     monkeypatch.setattr(step_times, "format_name", lambda _: "bf16")
-    out = tmp_path / "out.json"
-    assert bench(model, json=out, batch="1,2", context="17,40") == 0
-    rows = [row for row in json.loads(out.read_text())["rows"] if "step_us" not in row]
+    command = f"{TINY} --model {model} --batch 1,2 --context 17,40"
+    rows = [row for row in measure(tmp_path, command) if "step_us" not in row]
     assert [(row["batch"], row["input_len"]) for row in rows] == [(1, 17), (2, 17), (1, 40), (2, 40)]
     for row in rows:
         assert row["device_us"] > 0
         assert row["predicted_us"] > row["floor_us"] > 0
-    assert "step of   2 x        40 cached tokens  device" in capsys.readouterr().out
+    assert "batch 2, eager, context 40: device " in capsys.readouterr().out
 
 
-def test_plot_of_both_modes(tmp_path: Path) -> None:
-    base = {"model": "m", "tp": 8, "dcp": 8, "dtype": "bfloat16", "input_len": 512}
-    modes = [(mode, batch) for mode in ("graph", "eager") for batch in (1, 2, 4)]
-    rows = [base | {"mode": mode, "batch": batch, "step_us": 9.0, "tokens_per_second": 3.0} for mode, batch in modes]
-    bench_generate.Generate.plot(tmp_path / "out.svg", rows)
-    assert all(label in (tmp_path / "out.svg").read_text() for label in ("graph", "eager", "m, tp 8, dcp 8"))
-
-
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch": "2,0"}, "argument --batch: '0' is not a whole number of at least 1"),
-        ({"output_len": 1}, "--output-len is 1; it must be at least 2"),
+        ("--batch 2,0", "argument --batch: '0' is not a whole number of at least 1"),
+        ("--output-len 1", "--output-len is 1; it must be at least 2"),
         (
-            {"input_len": 251},
+            "--input-len 251",
             "--input-len 251 and --output-len 6, together 257 tokens; with --max-model-len 256 at most",
         ),
-        ({"max_num_seqs": 2}, "--batch has 3; raise --max-num-seqs and --max-num-batched-tokens, which allow 2"),
+        ("--max-num-seqs 2", "--batch has 3; raise --max-num-seqs and --max-num-batched-tokens, which allow 2"),
         (
-            {"kv_cache_memory_bytes": 8 * 8 * 192},
+            f"--kv-cache-memory-bytes {8 * 8 * 192}",
             "cache: 3 requests need 9 blocks, but there is room for 8; lower --batch",
         ),
         (
-            {"output_len": 2, "max_num_batched_tokens": 9},
+            "--output-len 2 --max-num-batched-tokens 9",
             "--output-len is 2: with a batch of 3 the first requests end before",
         ),
-        ({"step_tokens": "9,65", "max_num_batched_tokens": 64}, "--step-tokens has 65; raise --max-num-batched-tokens"),
-        ({"context": "30,400"}, "--context has 400; --max-model-len, by default the model's, allows 256"),
-        ({"plot": "out.docx"}, "--plot is out.docx; its ending must be one of"),
+        (
+            "--step-tokens 9,65 --max-num-batched-tokens 64",
+            "--step-tokens has 65; raise --max-num-batched-tokens",
+        ),
+        ("--context 30,400", "--context has 400; --max-model-len, by default the model's, allows 256"),
     ],
 )
-def test_mistakes(
-    changes: dict[str, object],
-    message: str,
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert bench(model, **changes) == 2
+def test_mistakes(changes: str, message: str, model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *TINY.split(), "--device", "cpu", "--model", str(model), *changes.split()]) == 2
     assert f"dcpmla: error: {message}" in capfd.readouterr().err
-    assert not list(tmp_path.iterdir())
 
 
 def check_times(directory: Path, has_blocks: bool) -> None:
@@ -222,6 +180,7 @@ def check_times(directory: Path, has_blocks: bool) -> None:
     assert (times["us_per_moe_layer"] > 0) == has_blocks
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "has_blocks"), [("deepseek_v3", True), ("deepseek_v4", True), ("longcat_flash", False)]
 )

@@ -1,8 +1,9 @@
-"""`bench layer` on two ranks, its parts against whole steps, what it says of DCP against the definitions, its
-geometries.
+"""`bench layer` on two ranks, of MLA and of DeepSeek-V4's kinds of layers: its parts against whole steps, what it says
+of DCP against the definitions, what it reads, its geometries.
 """
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,90 +11,135 @@ from typing import Any
 import pytest
 import torch
 
-from dcpmla.__main__ import main
+from dcpmla.attention.layers.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.attention.mla.layer import PROJECT_FIRST_TOKENS
 from dcpmla.bench import timing
+from dcpmla.bench.compressed_stack import CompressedStack
 from dcpmla.bench.geometries import config_of
 from dcpmla.bench.layer_stack import LayerStack
 from dcpmla.bench.layouts import crossovers
+from dcpmla.bench.results import unknown_fields
 from dcpmla.bench.stack import PARTS as ALL_PARTS
-from dcpmla.bench.stack import StackSizes
-from dcpmla.bench.timing import TimeLimit, time_operation
+from dcpmla.bench.stack import Stack, StackSizes
+from dcpmla.config import DCPConfig
 from dcpmla.integrations.families.table import attention_of
+from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.measured import predict_row
-from tests.support.launchers import run_forked, run_together, srun, torchrun, unattended
+from tests.support.benches import measure_on_gpus
+from tests.support.launchers import run_forked, srun, unattended
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks
 from tests.support.stack_operators import operators_of
 
+pytestmark = pytest.mark.thorough
+CONFIGS = Path(__file__).parents[1] / "planning" / "configs"
 CPU = torch.device("cpu")
 PARTS = tuple(part for part in ALL_PARTS if part != "selection")
 UNSHARDED = ("total", "projections", "attention", "output")
+SELECTING = {
+    1: ("total", "projections", "selection", "attention", "output"),
+    2: ("total", "projections", "selection", "candidates", "gather", "attention", "combine", "output"),
+}
 TINY = ["bench", "layer", "--geometry", "tiny", "--num-layers", "2"]
+CSA, HCA = LayerKind(4, True), LayerKind(128, False)
+CONTEXT = 300  # 75 entries of CSA, of which 8 are selected, and 2 of HCA
+Step = dict[str, dict[str, Any]]  # rows by their parts
+
+
+def steps_of_two_ranks(directory: Path, *options: object) -> tuple[dict[str, Any], dict[tuple[Any, ...], Step], str]:
+    """Measure under TP 2; return the file, the steps by layout and batch, and the report. Check what all have."""
+    out, plot = directory / "layer.json", directory / "layer.png"
+    program = ["-m", "dcpmla", *TINY, "-tp", 2, *options, "--json", out, "--plot", plot, "--commit", "abc"]
+    result, _ = run_forked(unattended(program, 2))
+    content = json.loads(out.read_text())
+    assert list(content) == ["commit", "machine", "versions", "rows", "ceilings", "crossover"]
+    assert (content["commit"], content["machine"]) == ("abc", "2 x CPU")
+    assert not unknown_fields(content["rows"])
+    assert content["crossover"] == crossovers(content["rows"])
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    steps: dict[tuple[Any, ...], Step] = {}
+    for row in content["rows"]:
+        setting = row["dcp"], row["exchange"], row["variant"], row["layer_kind"], row["batch"]
+        assert row["part"] not in steps.setdefault(setting, {})
+        steps[setting][row["part"]] = row
+    for (dcp, _, _, kind, batch), step in steps.items():
+        check_step(step, steps[1, "none", "", kind, batch])
+        assert dcp == 1 or f"  added {step['total']['added_us_per_layer']:,.1f} us a layer\n" in result.stdout
+    return content, steps, result.stdout
+
+
+def check_step(step: Step, plain: Step) -> None:
+    """Compare a step's sums and ratios with its times and those of plain TP."""
+    total, dcp = step["total"], step["total"]["dcp"]
+    times, plain_times = ({part: row["median_us"] for part, row in rows.items()} for rows in (step, plain))
+    assert all(time > 0 for time in times.values())
+    assert total["sum_of_parts_us"] == pytest.approx(sum(times[part] for part in ALL_PARTS if part in times), abs=0.3)
+    exchanged = sum(times.get(part, 0.0) for part in ("gather", "candidates", "combine"))
+    assert total["exchange_us"] == pytest.approx(exchanged, abs=0.3)
+    assert total["bytes_read"] > step["attention"]["bytes_read"] > 0
+    for part, row in step.items():
+        is_compared = part in ("total", "attention", "selection")
+        assert ("floor_us" in row) == is_compared
+        assert ("scaling_efficiency" in row) == (is_compared and dcp == 2)
+        assert ("added_us_per_layer" in row) == (part == "total" and dcp == 2)
+        if is_compared:
+            assert row["floor_share"] == pytest.approx(row["floor_us"] / row["median_us"], abs=2e-3)
+        if is_compared and dcp == 2:
+            assert row["scaling_efficiency"] == pytest.approx(plain_times[part] / (2 * times[part]), abs=1e-3)
+    if dcp == 2:
+        apart, plain_apart = (
+            each["total"] - each["attention"] - each.get("selection", 0.0) + each.get("candidates", 0.0)
+            for each in (times, plain_times)
+        )
+        assert total["added_us_per_layer"] == pytest.approx((apart - plain_apart) / 2, abs=0.11)
 
 
 def test_two_ranks_measure_each_part(tmp_path: Path) -> None:
-    out, plot = tmp_path / "layer.json", tmp_path / "layer.png"
     few, many = 1, PROJECT_FIRST_TOKENS
     loads = ["--batch", f"{few},{many}", "--context", "70,100000000000"]
-    options = ["-tp", 2, "-dcp", "2,1", "--variants", ",pbm,q_replicate,fp8", *loads]
-    program = ["-m", "dcpmla", *TINY, *options, "--json", out, "--plot", plot, "--commit", "abc"]
-    result, _ = run_forked(unattended(program, 2))
-    content = json.loads(out.read_text())
-    assert list(content) == ["commit", "machine", "versions", "rows", "crossover"]
-    assert (content["commit"], content["machine"]) == ("abc", "2 x CPU")
-    found = {(row["dcp"], row["exchange"], row["variant"], row["batch"], row["part"]): row for row in content["rows"]}
-    parts_of = {
-        **{(1, "none", "", batch): UNSHARDED for batch in (few, many)},
-        **{(2, "a2a", "", batch): ("total", *PARTS) for batch in (few, many)},
-        **{
-            (2, "a2a", "q_replicate", batch): ("total", "projections", "attention", "combine", "output")
-            for batch in (few, many)
-        },
-        (2, "a2a", "pbm", many): ("total", *PARTS),
+    variants = ["-dcp", "2,1", "--variants", ",pbm,q_replicate,fp8"]
+    content, steps, report = steps_of_two_ranks(tmp_path, *variants, *loads)
+    replicated = ("total", "projections", "attention", "combine", "output")
+    assert {setting: tuple(step) for setting, step in steps.items()} == {
+        **{(1, "none", "", "mla", batch): UNSHARDED for batch in (few, many)},
+        **{(2, "a2a", "", "mla", batch): ("total", *PARTS) for batch in (few, many)},
+        **{(2, "a2a", "q_replicate", "mla", batch): replicated for batch in (few, many)},
+        (2, "a2a", "pbm", "mla", many): ("total", *PARTS),
     }
-    assert set(found) == {(*setting, part) for setting, parts in parts_of.items() for part in parts}
-    assert len(found) == len(content["rows"])
-
-    def beside_attention(*setting: Any) -> float:
-        return float(found[*setting, "total"]["median_us"] - found[*setting, "attention"]["median_us"])
-
-    for *setting, part in found:
-        row = found[*setting, part]
-        assert (row["geometry"], row["tp"], row["num_layers"], row["context"], row["in_graph"]) == (
-            "tiny",
-            2,
-            2,
-            70,
-            False,
-        )
-        assert row["median_us"] > 0
-        assert ("added_us_per_layer" in row) == (part == "total" and setting[0] == 2)
-        if part == "total":
-            parts = sum(found[*setting, other]["median_us"] for other in PARTS if (*setting, other) in found)
-            assert row["sum_of_parts_us"] == pytest.approx(parts, abs=0.3)
-        compared = setting[0] == 2 and part in ("total", "attention")
-        assert ("scaling_efficiency" in row) == compared
-        if compared:
-            plain = found[1, "none", "", setting[-1], part]["median_us"]
-            assert row["scaling_efficiency"] == pytest.approx(plain / (2 * row["median_us"]), abs=1e-3)
-        if part == "total" and setting[0] == 2:
-            added = (beside_attention(*setting) - beside_attention(1, "none", "", setting[-1])) / 2
-            assert row["added_us_per_layer"] == pytest.approx(added, abs=0.1)
-            assert f"adds {row['added_us_per_layer']:,.1f} a layer" in result.stdout
+    assert {(row["geometry"], row["num_layers"], row["context"]) for row in content["rows"]} == {("tiny", 2, 70)}
     layouts = [(2, "a2a", variant, "bf16", "auto") for variant in ("", "q_replicate", "pbm")]
     assert [tuple(entry.values())[:5] for entry in content["crossover"]] == layouts
-    assert content["crossover"] == crossovers(content["rows"])
     too_few = f": a step of fewer than {many} tokens does not project before it merges\n"
-    assert result.stdout.count(f"skipped: dcp 2 a2a pbm, {few} x 70{too_few}") == 1
-    assert result.stdout.count("skipped: dcp ") == 2 + 7  # contexts too long, for each layout that a batch has
-    assert result.stdout.count("is faster than tp 2: ") == 3
-    assert result.stdout.count(": scaling efficiency over 2 loads: attention ") == 2
-    assert result.stdout.count("dcp 2 a2a pbm: scaling efficiency over 1 loads: attention ") == 1
-    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert report.count(f"skipped: dcp 2, a2a, pbm, batch {few}, context 70{too_few}") == 1
+    assert report.count("skipped: dcp ") == 2 + 7  # contexts too long, for each layout that a batch has
+    assert report.count("is faster than tp 2: ") == 3
+    efficient = r"^total, dcp 2, a2a(, \w+)?, mla: .*% scaling efficiency in the median \(\d+% to \d+%\)$"
+    assert len(re.findall(efficient, report, re.MULTILINE)) == 3
+
+
+def test_two_ranks_measure_each_kind(tmp_path: Path) -> None:
+    options = ["--geometry", "tiny-v4", "-dcp", "1,2", "--batch", "2", "--context", CONTEXT]
+    content, steps, report = steps_of_two_ranks(tmp_path, *options)
+    parts = {
+        "window": (UNSHARDED, UNSHARDED),  # each rank has all windows
+        "csa": (SELECTING[1], SELECTING[2]),
+        "hca": (UNSHARDED, ("total", *PARTS)),
+    }
+    assert {(setting[3], setting[0]): tuple(step) for setting, step in steps.items()} == {
+        (kind, dcp): of_kind[dcp - 1] for kind, of_kind in parts.items() for dcp in (1, 2)
+    }
+    listed = {"window": 16, "csa": 16 + 8, "hca": 16 + 2}
+    for (dcp, _, _, kind, _), step in steps.items():
+        total = step["total"]
+        assert (total["geometry"], total["query_dim"], total["latent_dim"], total["heads"]) == ("tiny-v4", 128, 128, 8)
+        assert step["attention"]["bytes_read"] == 2 * 2 * (listed[kind] // dcp) * 128 * 4
+        if (kind, dcp) == ("csa", 2):
+            assert step["selection"]["bytes_read"] == 2 * 2 * 38 * 64 * 4
+    assert [entry["layer_kind"] for entry in content["crossover"]] == ["window", "csa", "hca"]
+    assert report.count("is faster than tp 2: ") == 3
 
 
 def test_two_ranks_on_each_of_two_nodes(tmp_path: Path) -> None:
@@ -111,81 +157,95 @@ def test_two_ranks_on_each_of_two_nodes(tmp_path: Path) -> None:
     assert gathers[4] - gathers[2] == pytest.approx(H200X8.network_us, abs=0.2)
 
 
-@pytest.mark.usefixtures("one_process_on_cpu")
-def test_caches_and_queries_of_every_dtype(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(timing.ROTATED_BYTES, "cpu", 1)  # one step, again and again
-    out = tmp_path / "layer.json"
-    options = ["--batch", "2", "--context", "70", "--kv-cache-dtype", "fp8_ds_mla,fp8,bf16", "--json", str(out)]
-    assert main([*TINY, "--device", "cpu", *options]) == 0
-    content = json.loads(out.read_text())
-    found = [(row["kv_cache_dtype"], row["decode_query_dtype"], row["part"]) for row in content["rows"]]
-    assert found == [
-        (*dtypes, part) for dtypes in (("bf16", "auto"), ("fp8", "auto"), ("fp8", "fp8")) for part in UNSHARDED
-    ]
-    assert all(row["median_us"] > 0 for row in content["rows"])
-    report = capsys.readouterr().out
-    assert "skipped: dcp 1, fp8_ds_mla cache, 2 x 70: kv_cache_dtype" in report  # the tiny latent has no 128 columns
-    assert "\ndcp 1, fp8 cache and queries " in report
+# ---- stacks
+
+Cut = tuple[LayerKind | None, int, dict[str, Any]]  # kind of layers, None for MLA; DCP size, fields of DCPConfig
 
 
-Cut = tuple[int, int, dict[str, Any]]  # tp, dcp, fields of DCPConfig
+def tiny() -> CompressedConfig:
+    config = attention_of(config_of("tiny-v4")).config
+    assert isinstance(config, CompressedConfig)
+    return config
+
+
+def new_stack(kind: LayerKind, tp: int = 1, dcp: int = 1) -> CompressedStack:
+    return CompressedStack(tiny(), kind, StackSizes(init_mesh(tp, dcp), 2, 2, CONTEXT, CPU, torch.float32))
 
 
 def parts_of_steps(cuts: list[Cut]) -> list[tuple[Counter[str], Counter[str]]]:
     """Operators of a whole step, and of its parts together, without views and what the residual adds."""
-    config = attention_of(config_of("tiny")).config
     found = []
     with torch.inference_mode():
-        for tp, dcp, options in cuts:
-            sizes = StackSizes(init_mesh(tp, dcp), 2, PROJECT_FIRST_TOKENS, 70, CPU, torch.float32)
-            stack = LayerStack(config, sizes, **options)
+        for kind, dcp, options in cuts:
+            sizes = StackSizes(init_mesh(2, dcp), 2, PROJECT_FIRST_TOKENS, 70, CPU, torch.float32)
+            config = attention_of(config_of("tiny")).config
+            stack: Stack = LayerStack(config, sizes, **options) if kind is None else new_stack(kind, 2, dcp)
             found.append(operators_of(stack))
     return found
 
 
 def test_the_parts_are_the_step() -> None:
     """Same operators, same number of times: nothing is left out, nothing measured twice."""
-    options: list[dict[str, Any]] = [
-        {"dcp_comm_backend": "ag_rs"},
-        {},
-        {"dcp_q_replicate": True},
-        {"dcp_project_before_merge": True},
-    ]
-    quantized = {"kv_cache_dtype": "fp8", "decode_query_dtype": "fp8"}
-    cuts: list[Cut] = [(2, 1, {}), *((2, 2, option) for option in (*options, quantized))]
+    options: list[dict[str, Any]] = [{"dcp_comm_backend": "ag_rs"}, {}, {"dcp_q_replicate": True}]
+    options += [{"dcp_project_before_merge": True}, {"kv_cache_dtype": "fp8", "decode_query_dtype": "fp8"}]
+    cuts: list[Cut] = [(None, 1, {}), *((None, 2, option) for option in options)]
+    cuts += [(kind, dcp, {}) for kind in (WINDOW_ONLY, CSA, HCA) for dcp in (1, 2)]
     for cut, (whole, parts) in zip(cuts, run_ranks(2, parts_of_steps, cuts)[0], strict=True):
         assert whole == parts, cut
-        assert {"dcpmla.mla_decode.default", "c10d.allreduce_.default"} <= whole.keys()
+        own = "c10d.allreduce_.default" if cut[0] is None else "dcpmla.unrope_heads.default"
+        assert {"dcpmla.mla_decode.default", own} <= whole.keys()
 
 
-@pytest.mark.usefixtures("one_process_on_cpu")
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["-dcp", "3"], "decode_context_parallel_size (-dcp) is 3; it must divide tensor_parallel_size (-tp) 1"),
-        (["-tp", "2"], "tensor_parallel_size (-tp) is 2, but 1 ranks were started"),
-        (["--dcp-comm-backend", "a2a,mpi"], "'mpi' is not an exchange; choose from auto, ag_rs, a2a"),
-        (["--variants", ",bf8"], "'bf8' is not a variant; choose from an empty name, pbm, q_replicate, fp8"),
-        (
-            ["--dcp-comm-backend", "a2a", "--variants", "fp8"],
-            "--variants has 'fp8', but --dcp-comm-backend is a2a; direct alone",
-        ),
-        (["--kv-cache-dtype", "bf16,e5m2"], "'e5m2' is not a cache format; choose from bf16, fp8, fp8_ds_mla"),
-        (
-            ["--geometry", "deepseek-v9"],
-            "--geometry is deepseek-v9: no such file or directory; give one, or one of deepseek-v3, ",
-        ),
-        (["--plot", "/nowhere/out.png"], "--plot is /nowhere/out.png"),
-    ],
-)
-def test_mistakes_are_one_line(options: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main([*TINY, "--device", "cpu", *options]) == 2
-    captured = capfd.readouterr()
-    assert captured.out == ""
-    assert message in captured.err
-    assert len(captured.err.strip().splitlines()) == 1
+def block_sizes() -> list[tuple[int, int]]:
+    with torch.inference_mode():
+        sizes = {kind: new_stack(kind).cache.sizes for kind in (WINDOW_ONLY, CSA, HCA)}
+    return [(plan.block_tokens, plan.entries_per_block(kind.ratio or 1)) for kind, plan in sizes.items()]
+
+
+def test_blocks_hold_as_many_entries_as_in_the_model() -> None:
+    config, block_size = tiny(), DCPConfig().block_size
+    per_block = [block_size * config.row_tokens // ratio for ratio in (1, 4, 128)]
+    assert run_ranks(1, block_sizes)[0] == [(block_size * config.row_tokens, number) for number in per_block]
+
+
+def rotated_rows() -> tuple[int, int, list[list[int]]]:
+    """Return the blocks of a stack that selects, the first row after its windows, and what its steps read for the first
+    request.
+    """
+    with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(timing.ROTATED_BYTES, "cpu", 3 * new_stack(CSA).bytes_read()["attention"])
+        stack = new_stack(CSA)
+        for index in range(3):
+            stack.step(index)
+    sizes, selections = stack.cache.sizes, [stack._compressed(metadata).selection for metadata in stack.metadata]
+    listed = [
+        selection.slots[0, : int(selection.num_slots[0])].tolist() for selection in selections if selection is not None
+    ]
+    return sizes.num_blocks, sizes.window_rows(CSA.ratio), listed
+
+
+def test_steps_read_other_rows() -> None:
+    """Over the blocks of one set: steps differ in what they select, and in their windows."""
+    num_blocks, first_entry, listed = run_ranks(1, rotated_rows)[0]
+    assert num_blocks == 2 * 2
+    assert [len(set(rows)) for rows in listed] == [16 + 8] * 3
+    windows, entries = (
+        [{r for r in rows if (r < first_entry) == of_window} for rows in listed] for of_window in (1, 0)
+    )
+    assert len(set.union(*windows)) == 3 * 16
+    assert len({frozenset(rows) for rows in entries}) == 3
+
+
+# ---- geometries
+
+
+@pytest.mark.parametrize("name", ["flash", "pro"])
+def test_geometries_have_the_attention_of_the_published_configs(name: str) -> None:
+    published = load_config(CONFIGS / f"deepseek_v4_{name}.json")
+    assert attention_of(config_of(f"deepseek-v4-{name}")).config == attention_of(published).config
+    fields = ("hidden_size", "n_routed_experts", "moe_intermediate_size", "num_experts_per_tok", "rope_parameters")
+    for field in fields:
+        assert getattr(config_of(f"deepseek-v4-{name}"), field) == getattr(published, field)
 
 
 @pytest.mark.parametrize(
@@ -203,50 +263,18 @@ def test_geometries_are_the_published_ones(name: str, billions: float) -> None:
     ) / 1e9 == pytest.approx(billions, rel=0.005)
 
 
-def limits_of_ranks() -> tuple[bool, bool, int]:
-    """Return whether time is over where it is on rank 1 alone, and nowhere; the samples that little time leaves."""
-    rank, calls = torch.distributed.get_rank(), []
-    time_operation(calls.append, CPU, calls=1, seconds=0.0)
-    return TimeLimit(1000 * (1 - rank), CPU).is_over(), TimeLimit(1000, CPU).is_over(), len(calls)
-
-
-def test_time_is_over_on_all_ranks_at_once() -> None:
-    assert (
-        run_ranks(2, limits_of_ranks) == [(True, False, 3 + 1 + 5)] * 2
-    )  # warm-ups, one to see how long it takes, samples
-
-
-@pytest.mark.alone
-@pytest.mark.gpu
-def test_one_gpu_in_graphs(tmp_path: Path) -> None:
-    out = tmp_path / "layer.json"
-    options = ["--geometry", "v2-lite", "--num-layers", "2", "--batch", "1,8", "--context", "1024,8192"]
-    options += ["--kv-cache-dtype", "bf16,fp8,fp8_ds_mla"]  # fp8 with both kinds of queries: four layouts
-    (_,) = run_together([(torchrun(["-m", "dcpmla", "bench", "layer", *options, "--json", out], 1), {})])
-    rows = json.loads(out.read_text())["rows"]
-    assert len(rows) == 4 * 4 * len(UNSHARDED)
-    for row in rows:
-        assert row["in_graph"]
-        assert 0 < row["median_us"] < 1e5
-
-
 @pytest.mark.alone
 @pytest.mark.gpu_2
 def test_two_gpus_in_graphs(tmp_path: Path) -> None:
-    out = tmp_path / "layer.json"
-    loads = ["--batch", f"1,{PROJECT_FIRST_TOKENS}", "--context", "1024"]
-    variants = ["--variants", ",pbm,q_replicate,fp8", "--kv-cache-dtype", "bf16,fp8", "--decode-query-dtype", "fp8"]
-    options = ["--geometry", "v2-lite", "--num-layers", "2", "-tp", "2", "-dcp", "1,2", *variants, *loads]
-    (_,) = run_together([(torchrun(["-m", "dcpmla", "bench", "layer", *options, "--json", out], 2), {})])
-    content = json.loads(out.read_text())
-    assert all(row["in_graph"] for row in content["rows"])
+    variants = "-tp 2 -dcp 1,2 --variants ,pbm,q_replicate,fp8 --kv-cache-dtype bf16,fp8 --decode-query-dtype fp8"
+    loads = f"--geometry v2-lite --num-layers 2 --batch 1,{PROJECT_FIRST_TOKENS} --context 1024"
+    content = measure_on_gpus(tmp_path, f"layer {loads} {variants}", 2)
     totals = [row for row in content["rows"] if row["part"] == "total"]
-    of_dtype = [
+    steps, of_fp8 = (
         Counter((row["exchange"], row["variant"]) for row in totals if row["kv_cache_dtype"] == name)
         for name in ("bf16", "fp8")
-    ]
-    steps = of_dtype[0]
-    assert of_dtype[1] == steps
+    )
+    assert of_fp8 == steps
     of_backend = {"": 2, "pbm": 1, "q_replicate": 2}  # one of the batches projects first
     expected = {("none", ""): 2, **{("a2a", variant): number for variant, number in of_backend.items()}}
     if ("direct", "") in steps:  # where the GPUs have NVLink

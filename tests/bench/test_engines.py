@@ -1,16 +1,15 @@
 """benchmarks/engines.py: rows of both engines become results, the fastest repeats, and ratios of the same work."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import engines
 from dcpmla.bench.results import unknown_fields
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "engines.py"
 TURNS = "16 conversations at 2.5/s, 4 turns, 8,192 + 32 / 64"
 
 
@@ -32,31 +31,37 @@ def conversation(engine: str, p99: float) -> dict[str, Any]:
     return measured(engine, "c", 9.0, **sizes, ttft_p99_s=0.5, itl_p99_s=p99, itl_max_s=0.2, cached_tokens=70000)
 
 
-def convert(directory: Path, *calls: list[dict[str, Any]]) -> subprocess.CompletedProcess[str]:
-    paths = [directory / f"{index}.jsonl" for index in range(len(calls))]
-    for path, rows in zip(paths, calls, strict=True):
+@pytest.fixture(autouse=True)
+def _arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = tmp_path / "machine"
+    options = ["--json", machine / "engines.json", "--commit", "abc", "--plot", machine / "engines.png"]
+    monkeypatch.setattr(sys, "argv", ["engines.py", *map(str, options)])
+
+
+def convert(directory: Path, *calls: list[dict[str, Any]]) -> dict[str, Any]:
+    """Run the script over the rows of calls; return its result."""
+    for index, rows in enumerate(calls):
+        path = directory / f"{index}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    output = directory / "machine" / "engines.json"
-    command = [sys.executable, str(SCRIPT), *map(str, paths), "--json", str(output), "--commit", "abc"]
-    command += ["--plot", str(directory / "machine" / "engines.png")]
-    return subprocess.run(command, capture_output=True, text=True)
+        sys.argv.insert(index + 1, str(path))
+    engines.main()
+    result: dict[str, Any] = json.loads((directory / "machine" / "engines.json").read_text())
+    return result
 
 
-def test_results_and_ratios(tmp_path: Path) -> None:
+def test_results_and_ratios(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dcpmla = [measured("dcpmla", wall=2.0), measured("dcpmla", wall=1.0, repeat=1), conversation("dcpmla", 0.02)]
     vllm = [measured("vllm", wall=4.0), measured("vllm", wall=5.0, repeat=1), conversation("vllm", 0.04)]
     eager = measured("vllm", wall=8.0, graph_sizes=[])
     other = measured("dcpmla", wall=0.5, limits="512 tokens, 128 requests")
-    end = convert(tmp_path, [*dcpmla, *vllm, eager, other], [measured("vllm", tp=2, dcp=2, comm="a2a", wall=3.0)])
-    assert end.returncode == 0, end.stderr
-    lines = end.stdout.splitlines()
-    assert len(lines) == 4, end.stdout  # a header, and two pairs: other limits, modes and calls are other work
+    result = convert(tmp_path, [*dcpmla, *vllm, eager, other], [measured("vllm", tp=2, dcp=2, comm="a2a", wall=3.0)])
+    table = capsys.readouterr().out
+    assert len(table.splitlines()) == 4, table  # a header, and two pairs: other limits, modes and calls are other work
     start = "| 1 | v2lite | 1 x 1 |"
-    assert f"{start} 2 | 8,192 | dcpmla / vllm | 4.00 (8,192 / 2,048) | 0.25 (125.0 / 500.0)" in end.stdout
-    assert f"{start} c | 512 | dcpmla / vllm | 1.00 (910 / 910)" in end.stdout
-    assert "| 0.50 (20.00 / 40.00) |" in end.stdout
+    assert f"{start} 2 | 8,192 | dcpmla / vllm | 4.00 (8,192 / 2,048) | 0.25 (125.0 / 500.0)" in table
+    assert f"{start} c | 512 | dcpmla / vllm | 1.00 (910 / 910)" in table
+    assert "| 0.50 (20.00 / 40.00) |" in table
     assert (tmp_path / "machine" / "engines.png").read_bytes().startswith(b"\x89PNG")
-    result = json.loads((tmp_path / "machine" / "engines.json").read_text())
     assert (result["commit"], result["machine"]) == ("abc", "2 x GPU")
     assert result["versions"] == {"torch": "2.11.0", "vllm": "0.33.0"}
     assert not unknown_fields(result["rows"])
@@ -77,10 +82,10 @@ def test_results_and_ratios(tmp_path: Path) -> None:
     assert expected.items() <= turns.items()
 
 
-def test_rows_without_a_pair(tmp_path: Path) -> None:
-    end = convert(tmp_path, [measured("dcpmla")], [measured("vllm")])
-    assert end.stdout == "no load has rows of both engines from one call\n"
-    assert len(json.loads((tmp_path / "machine" / "engines.json").read_text())["rows"]) == 2
+def test_rows_without_a_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(convert(tmp_path, [measured("dcpmla")], [measured("vllm")])["rows"]) == 2
+    assert not (tmp_path / "machine" / "engines.png").exists()
+    assert capsys.readouterr().out == "no load has rows of both engines from one call\n"
 
 
 @pytest.mark.parametrize(
@@ -94,8 +99,8 @@ def test_rows_without_a_pair(tmp_path: Path) -> None:
         ([], "0.jsonl has no rows"),
     ],
 )
-def test_refusals(rows: list[dict[str, Any]], message: str, tmp_path: Path) -> None:
-    end = convert(tmp_path, rows)
-    assert end.returncode == 2
-    assert message in end.stderr
+def test_refusals(rows: list[dict[str, Any]], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        convert(tmp_path, rows)
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "machine").exists()

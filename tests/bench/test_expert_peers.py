@@ -145,6 +145,7 @@ def check_peers() -> None:
             assert error < 0.06, (name, num_tokens, error)
 
 
+@pytest.mark.thorough
 def test_peers_compute_as_ours() -> None:
     pytest.importorskip("triton")
     run_interpreted(1, check_peers)
@@ -199,6 +200,7 @@ def test_a_folder_that_others_can_write_is_refused(kind: str, tmp_path: Path, mo
 POINTERS = {"scales_ptr": "*fp32", "out_scales_ptr": "*fp32", "weights_ptr": "*fp32"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "pointers", "constants"),
     [

@@ -48,6 +48,7 @@ def test_a_conversation_returns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert all(row["scaled_time_to_first_token"] == row["time_to_first_token_mean"] for row in alone)
 
 
+@pytest.mark.thorough
 def test_a_conversation_returns_from_host_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Alone and beside decodes; the planner's rule loads so many tokens even into a tiny model."""
     options = f"{RETURNING} --context 1024 --kv-offloading-size 0.02"
@@ -116,6 +117,7 @@ if sys.argv[1] == "run":
 """
 
 
+@pytest.mark.thorough
 def test_both_engines_get_the_same_load(tmp_path: Path) -> None:
     kit, out = tmp_path / "kit", tmp_path / "out"
     kit.mkdir()
