@@ -80,11 +80,10 @@ def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(transformers, "SarvamMLAConfig"), reason="needs transformers 5.23")
 def test_sarvam_is_read_as_deepseek_v3(tmp_path: Path) -> None:
     """Its published config, which transformers translates, has no groups and no low-rank queries."""
-    reference = save_sarvam(tmp_path)
+    save_sarvam(tmp_path)
     loaded = load_config(tmp_path)
     assert (loaded.model_type, loaded.n_routed_experts, loaded.n_group) == ("deepseek_v3", 8, 1)
     assert loaded.rope_parameters["rope_type"] == "yarn"
-    check(reference, tmp_path, 2, make_cases(2, [2], (1,), ("a2a",)))
 
 
 def test_shards_without_an_index(tmp_path: Path) -> None:

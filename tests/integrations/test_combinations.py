@@ -5,7 +5,6 @@ does not refuse, and every two features meet. Each row serves conversations of t
 have happened. `--seeds N` runs N arrays. docs/support.md counts what these engines have done.
 """
 
-import functools
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -15,21 +14,17 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 
 from dcpmla.attention.layers.pooled import step as pooled_step
 from dcpmla.attention.select.entries import PoolUpdate
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.plan import CachePlan
-from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations import loading
 from dcpmla.integrations.engine_options import EngineOptions
-from dcpmla.integrations.loading import load_engine
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
-from dcpmla.integrations.open_model import open_model
 from dcpmla.parallel.mesh import DCPMesh, init_mesh
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.grammar import Grammar
@@ -41,10 +36,12 @@ from tests.support.conversation_sizes import MORE_OF_TURNS, NEW_OF_TURNS, NUM_DR
 from tests.support.deepseek_v41_files import save_v41
 from tests.support.layouts import dcp_config
 from tests.support.models import VOCAB_SIZE, save_tiny
+from tests.support.oracle import Oracle
 from tests.support.plain_mtp import plain_module
 from tests.support.ranks import run_ranks
 from tests.support.sarvam_files import save_sarvam
 from tests.support.small_tokenizers import ascii_tokenizer
+from tests.support.whole_models import device_of, load_engine_on_rank
 
 MAX_LEN = 256
 KEPT = 2000  # tokens of host memory
@@ -177,13 +174,11 @@ class RowEngines:
 
     def load(self) -> Engine:
         """Load an engine, which counts the pieces of prompts that are absorbed."""
-        chosen = select_exchange(self.dcp, self.mesh.dcp_group, self.device)
-        files = open_model(str(self.directory), MAX_LEN)
         with ExitStack() as stack:
             if self.device.type == "cpu" and self.row.has("graphs"):
                 patch = stack.enter_context(pytest.MonkeyPatch.context())
                 _record(patch, self.mesh)
-            engine = load_engine(files, self.dcp, self.mesh, chosen, self.device, self._options())
+            engine = load_engine_on_rank(self.directory, self.dcp, self._options(), MAX_LEN, self.device.type)
         choose = engine.scheduler.costs.choose_absorbed
 
         def count(pieces: Sequence[tuple[int, int]]) -> list[bool]:
@@ -269,7 +264,7 @@ def _record(patch: pytest.MonkeyPatch, mesh: DCPMesh) -> None:
 
 def serve(directory: Path, rows: list[Row], device_type: str) -> list[Served]:
     """On one rank: serve by the engines of all rows."""
-    device = torch.device(device_type, dist.get_rank()) if device_type == "cuda" else torch.device("cpu")
+    device = device_of(device_type)
     if device.type == "cpu":
         torch.use_deterministic_algorithms(True, warn_only=True)  # What torch.empty returns is NaN then.
     served = []
@@ -304,8 +299,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_combinations(family: str, rows: list[Row], device: str, tmp_path: Path, record_property: Any) -> None:
     if any(row.has("grammar") for row in rows):
         pytest.importorskip("llguidance")
-    reference = save(family, tmp_path / "model")
-    oracle = functools.cache(lambda *tokens: reference(torch.tensor([tokens])).logits[0])
+    oracle = Oracle(save(family, tmp_path / "model"))
     words = words_of(tmp_path / "model")
     num_ranks, arguments = rows[0].num_ranks, (tmp_path / "model", rows, device)
     for ranks in run_ranks(num_ranks, serve, *arguments, device=device, timeout=500):
@@ -315,10 +309,10 @@ def test_combinations(family: str, rows: list[Row], device: str, tmp_path: Path,
         record_property(PROPERTY, row.line)
 
 
-def check(row: Row, served: Served, oracle: Any, words: list[str]) -> None:
+def check(row: Row, served: Served, oracle: Oracle, words: list[str]) -> None:
     """Assert that answers have the oracle's logits, and the tokens that follow from their own."""
     logits = torch.cat([answer.logits for answer in served.answers])
-    exact = torch.cat([expected(oracle, answer) for answer in served.answers])
+    exact = torch.cat([oracle.logits(answer.prompt, answer.tokens) for answer in served.answers])
     (check_rounded if row.has("8 bits") else check_exact)(logits, exact, row)
     for answer in served.answers:
         check_tokens(answer, words)
@@ -364,12 +358,6 @@ def words_of(directory: Path) -> list[str]:
     return ["" if word in tokenizer.all_special_tokens else word for word in words]
 
 
-def expected(oracle: Any, answer: Answer) -> torch.Tensor:
-    """Return the oracle's logits of an answer's tokens."""
-    with torch.no_grad():
-        return oracle(*answer.prompt, *answer.tokens[:-1])[len(answer.prompt) - 1 :]
-
-
 def check_rounded(logits: torch.Tensor, exact: torch.Tensor, row: Row) -> None:
     """Assert that rounded latents have changed logits, and most rows by little: some tokens get other experts."""
     errors = (logits - exact).norm(dim=-1) / exact.norm(dim=-1).square().mean().sqrt()
@@ -400,10 +388,10 @@ def test_the_array_finds_lost_sums(tmp_path: Path) -> None:
     """A fault that no test had found: with drafts, GLM-5-Next's prompts beyond the selected tokens got other logits."""
     rows = [row for row in covering_array() if row.family == "glm5_next_text" and not row.has("no drafts")]
     row = next(row for row in rows if row.has("exact"))
-    reference = save(row.family, tmp_path / "model")
+    oracle = Oracle(save(row.family, tmp_path / "model"))
     (served,) = run_ranks(row.num_ranks, serve_with_fault, tmp_path / "model", [row])[0]
     with pytest.raises(AssertionError, match="glm5_next_text"):
-        check(row, served, lambda *tokens: reference(torch.tensor([tokens])).logits[0], words_of(tmp_path / "model"))
+        check(row, served, oracle, words_of(tmp_path / "model"))
 
 
 def test_refusals_name_the_option(tmp_path: Path) -> None:
@@ -416,7 +404,5 @@ def test_refusals_name_the_option(tmp_path: Path) -> None:
 def check_refused(directory: Path) -> None:
     for (family, level), message in REFUSED.items():
         dcp = DCPConfig(kv_cache_dtype="fp8") if level == "8 bits" else DCPConfig(deterministic=True)
-        mesh, device = init_mesh(1, 1), torch.device("cpu")
-        chosen = select_exchange(dcp, mesh.dcp_group, device)
         with pytest.raises(ValueError, match=message):
-            load_engine(open_model(str(directory / family), MAX_LEN), dcp, mesh, chosen, device)
+            load_engine_on_rank(directory / family, dcp, max_model_len=MAX_LEN)
