@@ -168,28 +168,3 @@ def test_the_times_of_both_kinds_of_layers() -> None:
     exchange = ExchangeCosts(H200X8, 8, backend="auto")
     combine_us = [exchange.time_us("combine", 32, *widths) for widths in ((128, 512), (64, 1024))]
     assert parts["combine"] == pytest.approx(13 * combine_us[0] + 33 * combine_us[1])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"apply_mla_qkv_lora_rescale": False}, "apply_mla_qkv_lora_rescale is False; it must be true"),
-        (
-            {"swa_attention_gate_type": "elementwise"},
-            "swa_attention_gate_type is 'elementwise'; it must be one of head",
-        ),
-        ({"use_dsa": False}, "use_dsa is False; it must be true"),
-        ({"use_sliding_window": False, "layer_types": None}, "use_sliding_window is False; it must be true"),
-        ({"swa_qk_nope_head_dim": 10}, "qk_rope_head_dim of sliding_attention is 10; it must be the model's 8"),
-        ({"per_layer_config": {"9": {"head_dim": 4}}}, "per_layer_config has '9': .*; each layer below num_hidden_lay"),
-        ({"per_layer_config": {"1": {"hidden_size": 4}}}, "per_layer_config has '1': .* may have num_attention_heads"),
-        ({"moe_layer_freq": 0}, "moe_layer_freq is 0"),
-        ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; it must be one of sigmoid"),
-    ],
-)
-def test_fields_that_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    text = json.loads(tiny_config("dots3_note_text").to_json_string())
-    raw = published({"text_config": text, "model_type": "dots3_note"}) | {"layer_types": text["layer_types"]}
-    (tmp_path / "config.json").write_text(json.dumps(raw | changes))
-    with pytest.raises(ValueError, match=message):
-        load_config(tmp_path)

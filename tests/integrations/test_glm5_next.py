@@ -3,7 +3,6 @@
 test_transformers.py has more layouts, test_drafts.py and test_graph_models.py drafts and graphs.
 """
 
-import json
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -128,25 +127,3 @@ def test_blocks_hold_whole_pools() -> None:
     kind = attention_of(load_config(PUBLISHED))
     with pytest.raises(ValueError, match=r"block_size \(--block-size\) is 64; it must be a multiple of 128"):
         kind.check_layout(DCPConfig(cp_kv_cache_interleave_size=8, block_size=64))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"qk_rope_head_dim": 64}, "qk_rope_head_dim is 64; it must be"),
-        ({"mla_use_nope": False}, "mla_use_nope is False; it must be true"),
-        ({"index_kpool_always_select_tail": False}, "index_kpool_always_select_tail is False; it must be true"),
-        ({"index_kpool": 1}, "index_kpool is 1; it must be"),
-        ({"index_kpool": 5}, "index_topk .*24.* index_kpool .*5"),
-        ({"indexer_types": ["full", "shared", "full", "full", "full"]}, "indexer_types is .* layer 1, .* must be full"),
-        ({"layer_types": ["linear_attention"] * 5}, "layer_types is .* must both be there"),
-        ({"linear_lower_bound": 1.0}, "linear_lower_bound is 1.0; it must be"),
-        ({"linear_attn_config": {"safe_gate": 3}}, "linear_attn_config.safe_gate is 3; it must be"),
-        ({"swiglu_limit": 0.0}, "swiglu_limit is 0.0; it must be"),
-    ],
-)
-def test_fields_without_a_meaning_here(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(tiny_config("glm5_next_text").to_dict() | changes))
-    with pytest.raises(ValueError, match=message):
-        load_config(file)

@@ -162,23 +162,3 @@ def test_published_sizes() -> None:
         size = read_model(config)
         assert attention_of(config).num_index_layers == num_selecting
         assert round(sum(p.count * prod(p.shape) for p in size.parameters) / 1e9) == num_billions
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"enable_ihc": False}, "enable_ihc is False; it must be true"),
-        ({"gated_mla": False}, "gated_mla is False; it must be true"),
-        ({"learnable_sink": False}, "learnable_sink is False; it must be true"),
-        ({"gating_type": "headwise"}, "gating_type is 'headwise'; it must be one of elementwise"),
-        ({"layer_types": ["full_attention"] * 3}, r"layer_types is \['full_attention'.*; it must be"),
-        ({"hc_magnitude": -1.0}, "hc_magnitude is -1.0; it must be"),
-        ({"swiglu_limit": 0.0}, "swiglu_limit is 0.0; it must be"),
-        ({"indexer_types": ["shared", "full", "full"]}, "indexer_types give .* the first is full"),
-    ],
-)
-def test_fields_without_a_meaning_here(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(tiny_config("hy_v4").to_dict() | changes))
-    with pytest.raises(ValueError, match=message):
-        attention_of(load_config(file))

@@ -99,7 +99,7 @@ def serve(
         (1, 1, 1, "deepseek_v3", False),
         (2, 2, 1, "deepseek_v3", True),
         (4, 2, 4, "deepseek_v3", False),
-        (2, 2, 2, "deepseek_v4", True),
+        pytest.param(2, 2, 2, "deepseek_v4", True, marks=pytest.mark.thorough),
         pytest.param(2, 2, 1, "deepseek_v32", True, marks=pytest.mark.thorough),
         pytest.param(3, 3, 2, "glm_moe_dsa", False, marks=pytest.mark.thorough),
     ],

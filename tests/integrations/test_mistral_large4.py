@@ -124,37 +124,3 @@ def test_a_config_alone_generates(tmp_path: Path) -> None:
 def test_the_module_for_drafts_is_refused() -> None:
     with pytest.raises(ValueError, match=r"module \(mtp_dspark\) is not computed: leave --speculative-method mtp out"):
         find_family("mistral_large4_text").check_mtp(tiny_config("mistral_large4_text"))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"q_lora_rank": 24}, "q_lora_rank is 24; it must be null"),
-        ({"norm_topk_prob": False}, "norm_topk_prob is False; it must be true"),
-        ({"layer_types": ["full_attention"] * 4}, "layer_types is .* each one of indexed_attention"),
-        ({"kv_source_layers": [0, 1, 2]}, "kv_source_layers has 3 entries; num_hidden_layers is 4"),
-        ({"kv_source_layers": [0, 1, 2, 3, 4]}, "kv_source_layers has 5 entries; num_hidden_layers is 4"),
-        ({"kv_source_layers": [1, 1, 2, 3]}, "kv_source_layers has 1 for layer 0; it must be 0, or an earlier"),
-        ({"kv_source_layers": [0, 1, 1, 2]}, "kv_source_layers has 2 for layer 3; it must be 3, or an earlier"),
-        ({"kv_source_layers": [0, 0, 2, 3]}, "kv_source_layers has 0 for layer 1; .* same entry .*: there is none"),
-        (
-            {"no_rope_layers": [1, 1, 1, 1], "kv_source_layers": [0, 0, 2, 0]},
-            "",
-        ),
-        (
-            {"num_hidden_layers": 5, "no_rope_layers": [1] * 5, "kv_source_layers": [0, 1, 0, 1, 0]},
-            "kv_source_layers has 0 for layer 2; it must be the latest source before it .*: 1",
-        ),
-    ],
-)
-def test_fields_without_a_meaning_here(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    text = json.loads(tiny_config("mistral_large4_text").to_json_string())
-    for name in ("indexer_types", "mlp_layer_types", "layer_types") if "num_hidden_layers" in changes else ():
-        del text[name]
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({"model_type": "mistral_large4", "text_config": text | changes}))
-    if not message:
-        load_config(file)
-        return
-    with pytest.raises(ValueError, match=message):
-        load_config(file)
