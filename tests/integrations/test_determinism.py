@@ -142,7 +142,7 @@ def test_families(family: str, tmp_path: Path) -> None:
 
 def test_layouts_of_eight_ranks(tmp_path: Path) -> None:
     save("deepseek_v3", tmp_path)
-    layouts = [(1, "auto"), (8, "ag_rs"), (4, "a2a")]
+    layouts = [(1, "auto"), (8, "ag_rs")]
     check(run_ranks(8, compare, tmp_path, 8, layouts, (64, 509), (AMONG,), timeout=400))
 
 

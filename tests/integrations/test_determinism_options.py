@@ -67,7 +67,7 @@ def compare_engines(directory: Path, tp: int, setups: Sequence[Setup]) -> tuple[
     return outcome, num_accepted
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "longcat_flash"])
+@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("longcat_flash", marks=pytest.mark.thorough)])
 def test_drafts_of_the_engine(family: str, tmp_path: Path) -> None:
     """MTP modules and n-grams draft, and tokens and logits are those without drafts."""
     module = PlainMtp(family, max_position_embeddings=MAX_LEN).agree(0.2)

@@ -73,11 +73,6 @@ def _num_blocks(num_tokens: int, block_tokens: int) -> int:
     return -(-num_tokens // block_tokens)
 
 
-def longest(sizes: ConversationSizes) -> int:
-    """Return the tokens of the longest conversation."""
-    return max(_lengths(sizes.prompts, sizes.num_new))
-
-
 def _lengths(prompts: Sequence[int], num_new: int) -> list[int]:
     """Return the tokens of each conversation at its end."""
     return [each + num_new + more + NEW_OF_TURNS for each, more in zip(prompts, MORE_OF_TURNS, strict=True)]
