@@ -80,7 +80,7 @@ def test_all_classes_are_compiled() -> None:
 def test_layers_are_one_graph(family: str, tmp_path: Path) -> None:
     reference = save(family, tmp_path)
     dcp = DCPConfig(block_size=64, deterministic=family == "deepseek_v3")
-    ((classes, num_graphs, tokens, logits),) = run_ranks(1, serve, tmp_path, dcp)
+    ((classes, num_graphs, tokens, logits),) = run_ranks(1, serve, tmp_path, dcp, timeout=500)
     assert classes == CLASSES[family]
     assert num_graphs >= 2 * len(classes)  # steps with a piece of a prompt, and decodes
     torch.testing.assert_close(logits, Oracle(reference).logits(PROMPT, tokens), atol=1e-3, rtol=0)
