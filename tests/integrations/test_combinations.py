@@ -196,10 +196,10 @@ class RowEngines:
         assert (engine.stats.num_preemptions > 0) == row.has("preemption"), engine.stats
         self.num_drafts, self.num_accepted = engine.stats.num_draft_tokens, engine.stats.num_accepted_tokens
         fillers = list[Answer]()
-        if not row.has("no tiers"):
+        if row.has("host") or (row.has("disk") and row.has("deterministic")):
             room = engine.allocator.num_blocks * engine.allocator.block_tokens
-            number = -(-room // 150)
-            length = min(-(-room // number), room - 12)
+            number = -(-room // 150) if row.has("host") else 1  # After a restart the cache is empty.
+            length = min(-(-room // number), 150, room - 12)
             fillers = answers(engine, [prompt(length, 200 + index) for index in range(number)], [FEW] * number)
         if row.has("disk"):
             self.close(engine)
