@@ -12,21 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.families.table import attention_of, find_family
-from dcpmla.integrations.loading import load_engine
 from dcpmla.integrations.model_files import load_config
-from dcpmla.integrations.open_model import open_model
-from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.sampling import SamplingParams
+from tests.support.deepseek_v41_files import TEXT as V41
 from tests.support.kimi_k3_files import TEXT
 from tests.support.models import FAMILIES, save_tiny, tiny_config
 from tests.support.ranks import run_ranks
+from tests.support.whole_models import load_engine_on_rank
 
 MODEL_TYPES = [family for family in FAMILIES if family not in ("deepseek_v2_no_q_lora", "deepseek_v3_neox")]
 NONSENSE: list[Any] = [0, -1, 1, 2, 7, 600, 10**12, 10**400, -0.5, 2.5, math.nan, math.inf, -math.inf, True, False]
@@ -68,7 +67,7 @@ def paths_of(config: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """List the names of all fields, those of objects after the object's."""
     for name, value in config.items():
         yield (name,)
-        if name in ("rope_parameters", "quantization_config", "linear_attn_config"):
+        if name in ("rope_parameters", "rope_scaling", "quantization_config", "linear_attn_config"):
             yield from ((name, field) for field in value)
 
 
@@ -80,15 +79,23 @@ def changed(config: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[s
 
 
 CONFIGS = {family: whole_config(family) for family in MODEL_TYPES}
+CONFIGS["deepseek_v41"] = V41 | {"quantization_config": QUANTIZATION | {"expert_dtype": "fp4"}, "gate_temp": 1.0}
+if hasattr(transformers, "HYV4VLTextConfig"):
+    rope = CONFIGS["hy_v4"]["rope_parameters"] | {"mrope_section": [2, 1, 1]}
+    vl = transformers.HYV4VLTextConfig(**CONFIGS["hy_v4"] | {"rope_parameters": rope})
+    CONFIGS["hy_v4_vl_text"] = json.loads(vl.to_json_string()) | {"model_type": "hy_v4_vl_text"}
 
 
-@pytest.mark.parametrize("family", MODEL_TYPES)
+@pytest.mark.parametrize("family", CONFIGS)
 def test_a_field_is_taken_or_named(family: str, tmp_path: Path) -> None:
     """Try all values in the first family with a field, and a third in each later family."""
-    number = MODEL_TYPES.index(family)
-    known = {path for earlier in MODEL_TYPES[:number] for path in paths_of(CONFIGS[earlier])}
+    number = list(CONFIGS).index(family)
+    known = {path for earlier in list(CONFIGS)[:number] for path in paths_of(CONFIGS[earlier])}
     for path in paths_of(CONFIGS[family]):
-        for value in NONSENSE[number % 3 :: 3] if path in known else NONSENSE:
+        values = NONSENSE[number % 3 :: 3] if path in known else NONSENSE
+        if (family, path) == ("hy_v4_vl_text", ("rope_parameters",)):
+            values = [3, "x", [1]]  # of other values transformers misses their mrope_section
+        for value in values:
             check_change(family, path, value, tmp_path / "config.json")
 
 
@@ -140,10 +147,8 @@ def is_named(field: str, message: str) -> bool:
 def load_and_run(directory: Path) -> str:
     """On one rank: what a model's ValueError says; empty for one that generates."""
     os.environ["HF_HUB_OFFLINE"] = "1"
-    dcp, mesh, cpu = DCPConfig(block_size=16), init_mesh(1, 1), torch.device("cpu")
     try:
-        files = open_model(str(directory))
-        engine = load_engine(files, dcp, mesh, select_exchange(dcp, mesh.dcp_group, cpu), cpu, seq_lens=[12])
+        engine = load_engine_on_rank(directory, DCPConfig(block_size=16), seq_lens=[12])
         engine.add([1, 2, 3], SamplingParams(max_new_tokens=3))
         assert len(list(engine.run())) == 1
     except ValueError as error:
@@ -263,10 +268,8 @@ def test_every_weights_shape(family: str, tmp_path: Path) -> None:
 
 
 def load_uneven_experts(directory: Path) -> None:
-    dcp, cpu, mesh = DCPConfig(tensor_parallel_size=2), torch.device("cpu"), init_mesh(2, 1)
-    files, selection = open_model(str(directory)), select_exchange(dcp, mesh.dcp_group, cpu)
     with pytest.raises(ValueError, match=r"experts\.0\.\w+_proj\.weight has shape \(.*\); the model's config asks for"):
-        load_engine(files, dcp, mesh, selection, cpu, seq_lens=[12])
+        load_engine_on_rank(directory, DCPConfig(tensor_parallel_size=2), seq_lens=[12])
 
 
 @pytest.mark.parametrize("size", [24, 96])

@@ -80,10 +80,24 @@ def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(transformers, "SarvamMLAConfig"), reason="needs transformers 5.23")
 def test_sarvam_is_read_as_deepseek_v3(tmp_path: Path) -> None:
     """Its published config, which transformers translates, has no groups and no low-rank queries."""
-    reference = save_sarvam(tmp_path)
+    save_sarvam(tmp_path)
     loaded = load_config(tmp_path)
     assert (loaded.model_type, loaded.n_routed_experts, loaded.n_group) == ("deepseek_v3", 8, 1)
     assert loaded.rope_parameters["rope_type"] == "yarn"
+
+
+def test_axk1_as_published(tmp_path: Path) -> None:
+    """Without what corrects the choice of experts; with a norm of each layer's MLP, which dense layers do not use."""
+    reference = random_model(tiny_config("axk1"))
+    gate = reference.get_submodule("model.layers.1.mlp.gate")
+    gate.e_score_correction_bias.zero_()
+    reference.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert "model.layers.1.post_mlp_layernorm.weight" in tensors
+    tensors["model.layers.0.post_mlp_layernorm.weight"] = torch.full((48,), torch.nan)
+    save_file(tensors, file, metadata={"format": "pt"})
     check(reference, tmp_path, 2, make_cases(2, [2], (1,), ("a2a",)))
 
 

@@ -7,17 +7,15 @@ import pytest
 import torch
 import torch._dynamo
 
-from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.engine_options import EngineOptions
-from dcpmla.integrations.loading import load_engine
-from dcpmla.integrations.open_model import open_model
-from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.sampling import SamplingParams
 from tests.integrations import test_mistral_large4
 from tests.support.deepseek_v41_files import save_v41
 from tests.support.models import FAMILIES, save_tiny
+from tests.support.oracle import Oracle
 from tests.support.ranks import run_ranks
+from tests.support.whole_models import load_engine_on_rank
 
 PROMPT = [3 + index * 5 % 97 for index in range(37)]
 # Layers of each class in dcpmla/attention, by families.
@@ -35,15 +33,13 @@ CLASSES = {
 
 def serve(directory: Path, dcp: DCPConfig) -> tuple[set[str], int, list[int], torch.Tensor]:
     """On one rank: return the classes of compiled layers, the number of graphs, new tokens, and their logits."""
-    mesh, device = init_mesh(1, 1), torch.device("cpu")
-    chosen = select_exchange(dcp, mesh.dcp_group, device)
     options = EngineOptions(dtype="float32", kv_cache_memory_bytes=1 << 24, max_num_seqs=2, max_num_batched_tokens=32)
-    engine = load_engine(open_model(str(directory), 64), dcp, mesh, chosen, device, options)
+    engine = load_engine_on_rank(directory, dcp, options, 64)
     torch._dynamo.config.recompile_limit = 100  # Layers share their code.
     layers = {kind_of(layer): layer for layer in layers_of(engine.model)}
     for layer in layers.values():
         layer.partial = torch.compile(layer.partial, fullgraph=True, backend="aot_eager")
-    request = engine.add(PROMPT, SamplingParams(max_new_tokens=3, ignore_eos=True), keep_logits=True)
+    request = engine.add(PROMPT, SamplingParams(max_new_tokens=2, ignore_eos=True), keep_logits=True)
     list(engine.run())
     num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     classes = {type(layer).__name__ for layer in layers.values()}
@@ -84,9 +80,7 @@ def test_all_classes_are_compiled() -> None:
 def test_layers_are_one_graph(family: str, tmp_path: Path) -> None:
     reference = save(family, tmp_path)
     dcp = DCPConfig(block_size=64, deterministic=family == "deepseek_v3")
-    ((classes, num_graphs, tokens, logits),) = run_ranks(1, serve, tmp_path, dcp)
+    ((classes, num_graphs, tokens, logits),) = run_ranks(1, serve, tmp_path, dcp, timeout=500)
     assert classes == CLASSES[family]
     assert num_graphs >= 2 * len(classes)  # steps with a piece of a prompt, and decodes
-    with torch.no_grad():
-        expected = reference(torch.tensor([PROMPT + tokens[:-1]])).logits[0, len(PROMPT) - 1 :]
-    torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
+    torch.testing.assert_close(logits, Oracle(reference).logits(PROMPT, tokens), atol=1e-3, rtol=0)

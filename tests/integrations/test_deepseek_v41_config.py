@@ -11,7 +11,6 @@ from dcpmla.config import DCPConfig
 from dcpmla.integrations.families.table import attention_of, family_of
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.open_model import check_layout, open_model
-from tests.integrations.test_broken_models import NONSENSE, QUANTIZATION, changed, is_named, paths_of
 from tests.support.deepseek_v41_files import TEXT
 from tests.support.layouts import dcp_config
 
@@ -40,42 +39,6 @@ def test_kinds_of_layers(tmp_path: Path) -> None:
     without = attention_of(read(tmp_path, candidate_source_layer_id=-1, candidate_topk_blocks=...)).config
     assert without.candidates is None
     assert not any(kind.candidates for kind in without.layer_kinds)
-
-
-def test_a_field_is_taken_or_named(tmp_path: Path) -> None:
-    whole = TEXT | {"quantization_config": QUANTIZATION | {"expert_dtype": "fp4"}, "gate_temp": 1.0}
-    for path in [*paths_of(whole), *(("rope_scaling", name) for name in whole["rope_scaling"])]:
-        for value in NONSENSE:
-            (tmp_path / "config.json").write_text(json.dumps(changed(whole, path, value)))
-            try:
-                attention_of(load_config(tmp_path))
-            except ValueError as error:
-                assert is_named(path[-1], str(error)), (path, value, error)  # noqa: PT017
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"engram_layer_ids": [1]}, "engram_num_embeddings is missing; layers in engram_layer_ids"),
-        ({"q_lora_rank": ...}, "q_lora_rank is missing; a DeepSeek-V4.1 config has vocab_size,"),
-        ({"candidate_block_size": ...}, "candidate_block_size is missing"),
-        ({"n_shared_experts": 2}, "n_shared_experts is 2; it must be 1"),
-        ({"attention_bias": True}, "attention_bias is True; it must be false"),
-        ({"compress_ratios": [0, 4, 4, 1, 1, 1, 1]}, "compress_ratios is .*each a whole number in .0, 2."),
-        ({"compress_ratios": [0, 2, 2, 1, 1, 1]}, "compress_ratios has 6 entries; each of 7 layers .* has one"),
-        ({"kv_source_layer_ids": [3, 1]}, "kv_source_layer_ids is .3, 1.; it must be ascending layers"),
-        ({"kv_source_layer_ids": [0, 1, 3]}, "kv_source_layer_ids is .*whose compress_ratios are not 0"),
-        ({"kv_source_layer_ids": [1]}, "kv_source_layer_ids is .1.; for layer 3, .* the latest source is 1"),
-        ({"index_source_layer_ids": [3, 5]}, "index_source_layer_ids is .3, 5.; for layer 1, .* source is None"),
-        ({"kv_source_layer_ids": [1, 3, 4]}, "index_source_layer_ids is .*it must have layer 4 of kv_source_layer_ids"),
-        ({"candidate_source_layer_id": 4}, "candidate_source_layer_id is 4; it must be in index_source_layer_ids"),
-        ({"candidate_source_layer_id": 1}, "candidate_source_layer_id is 1; .* compress_ratios of all later ones"),
-        ({"candidate_topk_blocks": 3}, "candidate_topk_blocks is 3 and candidate_block_size 2, which hold 5"),
-    ],
-)
-def test_bad_configs(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        read(tmp_path, **changes)
 
 
 def test_candidate_blocks_are_whole_on_a_rank(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from dcpmla.cli.determinism import ALONE, Answer, Case, draw_cases, serve
+from dcpmla.config import DCPConfig
 from dcpmla.integrations.arguments import layout
+from dcpmla.integrations.open_model import ModelFiles, check_layout
 from dcpmla.runtime import offload
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.request import TokenLogprobs
@@ -19,7 +21,7 @@ from dcpmla.runtime.sampling import SamplingParams
 from tests.integrations.test_determinism import FEW, MAX_LEN, Outcome, check, compare, load, save
 from tests.support.models import VOCAB_SIZE, random_model, tiny_config
 from tests.support.plain_mtp import PlainMtp
-from tests.support.quantized_models import save_wide, write_quantized
+from tests.support.quantized_models import SCHEMES, save_wide, write_quantized
 from tests.support.ranks import run_ranks
 from tests.support.two_jobs import Prompt, run_jobs
 
@@ -67,7 +69,7 @@ def compare_engines(directory: Path, tp: int, setups: Sequence[Setup]) -> tuple[
     return outcome, num_accepted
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "longcat_flash"])
+@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("longcat_flash", marks=pytest.mark.thorough)])
 def test_drafts_of_the_engine(family: str, tmp_path: Path) -> None:
     """MTP modules and n-grams draft, and tokens and logits are those without drafts."""
     module = PlainMtp(family, max_position_embeddings=MAX_LEN).agree(0.2)
@@ -206,3 +208,18 @@ def test_prompts_of_another_job(tmp_path: Path) -> None:
     for each in decoded:
         assert each.num_prefilled == 0
         assert [(answer.token_ids, answer.logprobs) for answer in each.answers] == alone
+
+
+@pytest.mark.parametrize(
+    ("scheme", "words"), [("int4", "int4"), ("mxfp4", "MXFP4"), ("e8m0_32", "MXFP8"), ("block", ""), ("tensor", "")]
+)
+def test_formats_of_weights(scheme: str, words: str) -> None:
+    """Others than fp8 are refused by name, before any weight is read."""
+    config = tiny_config("deepseek_v3")
+    config.quantization_config = SCHEMES[scheme].config
+    files = ModelFiles(Path(), config, None, "", 256, {})
+    if not words:
+        return check_layout(files, DCPConfig(deterministic=True))
+    with pytest.raises(ValueError, match=f"does not support weights in {words} .* blocks of 128 x 128"):
+        check_layout(files, DCPConfig(deterministic=True))
+    return check_layout(files, DCPConfig())

@@ -8,44 +8,38 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from dcpmla.cache.disk_file import RECORD_BYTES
-from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations import loading
 from dcpmla.integrations.engine_options import EngineOptions
-from dcpmla.integrations.loading import load_engine
 from dcpmla.integrations.offloading import _common, check_scales
-from dcpmla.integrations.open_model import open_model
-from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.warm_up import warm_up
 from tests.support.layouts import dcp_config
 from tests.support.models import VOCAB_SIZE, save_tiny
+from tests.support.oracle import Oracle
 from tests.support.ranks import run_ranks
+from tests.support.whole_models import load_engine_on_rank
 
 PROMPTS = [[1 + (number * 7 + index * index) % (VOCAB_SIZE - 2) for index in range(61)] for number in range(3)]
 
 
 def engine_on(model: Path, disk: Path, dcp: DCPConfig, device_type: str = "cpu") -> Engine:
     """Return one rank's engine with host memory and files."""
-    device = torch.device(device_type, dist.get_rank()) if device_type == "cuda" else torch.device("cpu")
-    mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
-    chosen = select_exchange(dcp, mesh.dcp_group, device)
     options = EngineOptions(
         kv_cache_memory_bytes=1 << 23,
-        kv_offloading_size=0.03 * mesh.tp_size,
+        kv_offloading_size=0.03 * dcp.tensor_parallel_size,
         kv_offloading_path=str(disk),
-        kv_offloading_disk_size=0.04 * mesh.tp_size,
+        kv_offloading_disk_size=0.04 * dcp.tensor_parallel_size,
         max_num_seqs=4,
         max_num_batched_tokens=16,  # many steps, so that loads pay on all machines
         dtype="float32",
     )
-    return load_engine(open_model(str(model), 160), dcp, mesh, chosen, device, options)
+    return load_engine_on_rank(model, dcp, options, 160, device_type)
 
 
 def converse(
@@ -90,36 +84,9 @@ def converse_after_warm_up(
 
 def check(reference: Any, prompts: list[list[int]], answers: list[list[int]]) -> None:
     """Assert that answers are transformers' own."""
+    oracle = Oracle(reference)
     for prompt, tokens in zip(prompts, answers, strict=True):
-        with torch.no_grad():
-            expected = reference(torch.tensor([prompt + tokens[:-1]])).logits[0][len(prompt) - 1 :]
-        assert tokens == expected.argmax(-1).tolist()
-
-
-@pytest.mark.parametrize(
-    ("family", "tp", "dcp", "interleave"),
-    [
-        ("deepseek_v32", 2, 2, 4),
-        ("kimi_linear", 2, 2, 1),
-        ("deepseek_v4", 1, 1, 1),
-    ],
-)
-def test_conversations_continue_after_a_restart(
-    family: str, tp: int, dcp: int, interleave: int, tmp_path: Path
-) -> None:
-    reference = save_tiny(family, tmp_path / "model")
-    layout = dcp_config(tp, dcp, interleave, block_size=4)
-    serve = functools.partial(run_ranks, tp, converse, tmp_path / "model", tmp_path / "disk", layout, timeout=300)
-    results = serve(PROMPTS)
-    answers, num_cached, lines = results[0]
-    assert all(result[:2] == results[0][:2] for result in results)
-    assert not any(num_cached)
-    assert not lines
-    prompts = [prompt + answer + [5, 6, 7] for prompt, answer in zip(PROMPTS, answers, strict=True)]
-    for answers, num_cached, lines in serve(prompts):
-        check(reference, prompts, answers)
-        assert all(number >= len(PROMPTS[0]) - layout.block_size * dcp for number in num_cached), num_cached
-        assert not lines
+        oracle.check_tokens(prompt, tokens)
 
 
 @pytest.mark.parametrize(("family", "tp"), [("deepseek_v3", 1), ("kimi_linear", 2)])

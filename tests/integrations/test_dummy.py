@@ -8,31 +8,27 @@ from typing import Any
 import pytest
 import torch
 
-from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.dummy import dummy_weights
 from dcpmla.integrations.engine_options import EngineOptions
-from dcpmla.integrations.loading import load_engine
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.model.moe import MoE
 from dcpmla.parallel.linear import Linear, read_linear
-from dcpmla.parallel.mesh import init_mesh
 from dcpmla.parallel.quantized import BlockFp8, dequantize
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.models import SPARSE_FAMILIES
 from tests.support.quantized_models import SCHEMES, save_wide
 from tests.support.ranks import run_ranks
+from tests.support.whole_models import load_engine_on_rank
 
 
 def outcome(directory: Path) -> tuple[list[list[int]], set[str], bool]:
     """On one rank: tokens of two prompts, the kinds of experts, whether any linear layer keeps codes."""
-    dcp, cpu = DCPConfig(tensor_parallel_size=2, decode_context_parallel_size=2, block_size=4), torch.device("cpu")
-    mesh = init_mesh(2, 2)
-    chosen = select_exchange(dcp, mesh.dcp_group, cpu)
+    dcp = DCPConfig(tensor_parallel_size=2, decode_context_parallel_size=2, block_size=4)
     method = "mtp" if load_config(directory).num_nextn_predict_layers else "none"
     options = EngineOptions(load_format="dummy", speculative_method=method)
-    engine = load_engine(str(directory), dcp, mesh, chosen, cpu, options, seq_lens=[12, 20])
+    engine = load_engine_on_rank(directory, dcp, options, seq_lens=[12, 20])
     if engine.speculation.drafter is not None:
         engine.speculation.drafter.drafts_always = True
     params = SamplingParams(max_new_tokens=4, ignore_eos=True)

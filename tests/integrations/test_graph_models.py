@@ -15,16 +15,16 @@ from dcpmla.attention.layers.linear import spec as linear_spec
 from dcpmla.attention.step import long_pieces
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.sharded_model import ShardedModel
-from dcpmla.runtime.costs import TOKEN_COSTS
 from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.sampling import SamplingParams
 from tests.integrations.test_transformers import prompts
 from tests.support.costs import DrawnCosts
 from tests.support.engines import new_engine
 from tests.support.graph_checks import BATCHES, check_model, check_stack, open_model_on
-from tests.support.models import FAMILIES, SPARSE_FAMILIES, save_tiny
+from tests.support.models import FAMILIES, SPARSE_FAMILIES, WINDOW_FAMILIES, save_tiny
 from tests.support.ranks import run_ranks
 from tests.support.recording import capture
+from tests.support.whole_models import Answers, answers_of, poisoned_cache
 
 aten = torch.ops.aten
 
@@ -56,45 +56,30 @@ class NoHostSync(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def serve(directory: Path, dcp: DCPConfig, enable_expert_parallel: bool) -> list[list[tuple[list[int], Tensor]]]:
+def serve(directory: Path, dcp: DCPConfig, enable_expert_parallel: bool) -> list[Answers]:
     """On one rank: tokens and logits of the same prompts by engines without graphs, with decodes', with both."""
     model, mesh = open_model_on(directory, dcp, enable_expert_parallel, "cpu")
     results = []
     for with_graph, with_mixed in ((False, False), (True, False), (True, True)):
-        cache = model.attention.plan_cache(dcp, [80] * 5, model.dtype, num_states=7).allocate(model.device)
-        for memory in cache.tensors:
-            memory.fill_(torch.nan)
-        graph = (
-            StepGraph.decodes(
-                watched(model),
-                torch.tensor(0),
-                cache,
-                model.attention.step_builder(cache.sizes, dcp, mesh.dcp_rank, model.device),
-                mesh,
-                5,
-                80,
-            )
-            if with_graph
-            else None
-        )
-        mixed, costs = None, TOKEN_COSTS
+        cache, limits = poisoned_cache(model, dcp, [80] * 5, 7), (5, 80)
+        steps = model.attention.step_builder(cache.sizes, dcp, mesh.dcp_rank, model.device)
+        options: dict[str, Any] = {}
+        if with_graph:
+            options["graph"] = StepGraph.decodes(watched(model), torch.tensor(0), cache, steps, mesh, *limits)
         if with_mixed:
-            steps = model.attention.step_builder(cache.sizes, dcp, mesh.dcp_rank, model.device)
-            costs = DrawnCosts(0, absorbs=steps.layout.traits.absorbs_pieces)
-            mixed = StepGraph.prompts(model, cache, steps, mesh, 40, 5, 80, costs.tokens_per_request)
+            options["costs"] = costs = DrawnCosts(0, absorbs=steps.layout.traits.absorbs_pieces)
+            mixed = StepGraph.prompts(model, cache, steps, mesh, 40, *limits, costs.tokens_per_request)
+            options["mixed_graph"] = mixed
             if mesh.tp_size == 1:  # a recording holds no collectives
                 capture(mixed)
-        budget = 40 if with_mixed else 1000
-        engine = new_engine(
-            model, cache, dcp, mesh, 80, budget, max_num_seqs=5, graph=graph, mixed_graph=mixed, costs=costs
-        )
+        engine = new_engine(model, cache, dcp, mesh, 80, 40 if with_mixed else 1000, max_num_seqs=5, **options)
         requests = [
             engine.add(prompt, SamplingParams(max_new_tokens=2 + index), keep_logits=True)
             for index, prompt in enumerate(prompts())
         ]
         list(engine.run())
         engine.close()
-        results.append([(request.token_ids, torch.stack(request.logits)) for request in requests])
+        results.append(answers_of(requests))
     return results
 
 
@@ -104,6 +89,14 @@ def watched(model: ShardedModel) -> Any:
             return model.decode(*numbers)
 
     return decode
+
+
+def check_alike(eager: Answers, others: list[Answers], name: str = "") -> None:
+    """Assert that steps in graphs give the answers of eager ones."""
+    for answers in others:
+        for (tokens, logits), (other_tokens, other_logits) in zip(eager, answers, strict=True):
+            torch.testing.assert_close(other_logits, logits, atol=1e-4, rtol=0, msg=lambda text: f"{name}: {text}")
+            assert other_tokens == tokens, name
 
 
 def serve_all(directories: list[Path], dcp: DCPConfig, enable_expert_parallel: bool) -> list[Any]:
@@ -118,7 +111,7 @@ def serve_all(directories: list[Path], dcp: DCPConfig, enable_expert_parallel: b
             2,
             2,
             False,
-            ["deepseek_v2", "longcat_flash", *SPARSE_FAMILIES[1:]],
+            ["deepseek_v2", "longcat_flash", *SPARSE_FAMILIES[1:], *WINDOW_FAMILIES],
         ),
         (2, 1, True, ["deepseek_v3", "longcat_flash"]),
     ],
@@ -134,10 +127,7 @@ def test_models_with_and_without_graph(
     directories = [tmp_path / family for family in families]
     for results in run_ranks(tp, serve_all, directories, dcp, enable_expert_parallel, timeout=300):
         for family, (eager, *others) in zip(families, results, strict=True):
-            for graphs in others:
-                for (tokens, logits), (other_tokens, other_logits) in zip(eager, graphs, strict=True):
-                    torch.testing.assert_close(other_logits, logits, atol=1e-4, rtol=0)
-                    assert other_tokens == tokens, family
+            check_alike(eager, others, family)
 
 
 def serve_in_chunks(directories: list[Path], dcp: DCPConfig) -> list[Any]:
@@ -154,10 +144,7 @@ def test_long_pieces_inside_graphs(tmp_path: Path) -> None:
     directories = [tmp_path / family for family in families]
     (results,) = run_ranks(1, serve_in_chunks, directories, DCPConfig(block_size=8), timeout=300)
     for eager, *others in results:
-        for graphs in others:
-            for (tokens, logits), (other_tokens, other_logits) in zip(eager, graphs, strict=True):
-                torch.testing.assert_close(other_logits, logits, atol=1e-4, rtol=0)
-                assert other_tokens == tokens
+        check_alike(eager, others)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

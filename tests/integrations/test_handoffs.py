@@ -1,6 +1,5 @@
 """Prompts that one job prefills for another, over NIXL, with other layouts: transformers' tokens."""
 
-import functools
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,6 +11,7 @@ from dcpmla.runtime.sampling import SamplingParams
 from tests.support.deepseek_v41_files import save_v41
 from tests.support.layouts import dcp_config
 from tests.support.models import VOCAB_SIZE, save_tiny
+from tests.support.oracle import Oracle
 from tests.support.plain_mtp import plain_module
 from tests.support.two_jobs import Decoded, Prompt, run_jobs
 
@@ -20,7 +20,7 @@ NUM_NEW = 4
 CASES = [
     ("deepseek_v3", (2, 1, 1, 16), (4, 4, 4, 16)),
     ("deepseek_v32", (2, 2, 16, 16), (4, 2, 1, 8)),
-    ("deepseek_v3", (4, 4, 1, 4), (2, 1, 1, 16)),
+    pytest.param("deepseek_v3", (4, 4, 1, 4), (2, 1, 1, 16), marks=pytest.mark.thorough),
     ("deepseek_v4", (2, 2, 1, 64), (1, 1, 1, 64)),
     ("kimi_linear", (1, 1, 1, 16), (2, 2, 4, 16)),
     ("glm5_next_text", (2, 2, 1, 16), (1, 1, 1, 16)),
@@ -41,18 +41,16 @@ def draw_prompts(num_prompts: int = 3) -> list[Prompt]:
 
 def check(reference: Any, prompts: list[Prompt], results: tuple[list[int], list[Decoded]]) -> None:
     """Assert that all ranks have transformers' tokens, that all prompts have moved, and that nothing is held."""
-    oracle = functools.cache(lambda *tokens: reference(torch.tensor([tokens])).logits[0])
+    oracle = Oracle(reference)
     held, decoded = results
     assert set(held) == {0}
     for answers, num_prefilled, received, _ in decoded:
         assert num_prefilled == 0
         assert (received.num_done, received.num_failed) == (len(prompts), 0)
         for (token_ids, _), answer in zip(prompts, answers, strict=True):
-            with torch.no_grad():
-                expected = oracle(*token_ids, *answer.token_ids[:-1])[len(token_ids) - 1 :]
-            assert answer.token_ids == expected.argmax(-1).tolist()
+            oracle.check_tokens(token_ids, answer.token_ids)
             found = torch.tensor([each.logprob for each in answer.logprobs])
-            best = expected.log_softmax(-1).amax(-1)
+            best = oracle.logits(token_ids, answer.token_ids).log_softmax(-1).amax(-1)
             assert len(found) == NUM_NEW
             torch.testing.assert_close(found, best, rtol=0, atol=2e-4)
 

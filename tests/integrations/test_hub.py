@@ -1,26 +1,22 @@
 """Models from the Hugging Face hub, in a cache as huggingface_hub keeps it: revisions, and commits of all ranks."""
 
 import json
-import sys
 from functools import partial
 from pathlib import Path
 
 import huggingface_hub
 import pytest
-import torch
 import torch.distributed as dist
 
 from dcpmla import LLM
-from dcpmla.comm.select import select_exchange
+from dcpmla.__main__ import main
 from dcpmla.config import DCPConfig
 from dcpmla.integrations import model_files
-from dcpmla.integrations.loading import load_engine
 from dcpmla.integrations.model_files import find_commit, find_model
 from dcpmla.integrations.open_model import open_model
-from dcpmla.parallel.mesh import init_mesh
-from tests.support.launchers import run_together
 from tests.support.models import save_tiny
 from tests.support.ranks import run_ranks
+from tests.support.whole_models import load_engine_on_rank
 
 MODEL = "org/tiny"
 FIRST, SECOND = "1" * 40, "2" * 40
@@ -62,13 +58,12 @@ def test_revisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load_own_commits(caches: list[Path]) -> None:
-    dcp, mesh = DCPConfig(tensor_parallel_size=2), init_mesh(2, 1)
     with pytest.MonkeyPatch.context() as patch:
         use_cache(patch, caches[dist.get_rank()])
         files = open_model(MODEL)
     words = f"^commit of the model's directory differs between ranks: .*{FIRST[:30]}.* on rank 0, .*{SECOND[:30]}.* on"
     with pytest.raises(ValueError, match=words):
-        load_engine(files, dcp, mesh, select_exchange(dcp, mesh.dcp_group, "cpu"), torch.device("cpu"), seq_lens=[8])
+        load_engine_on_rank(files, DCPConfig(tensor_parallel_size=2), seq_lens=[8])
 
 
 def test_hosts_with_different_commits_end_with_one_message(tmp_path: Path) -> None:
@@ -79,15 +74,16 @@ def test_hosts_with_different_commits_end_with_one_message(tmp_path: Path) -> No
     run_ranks(2, load_own_commits, caches)
 
 
-def test_generate_records_the_commit(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("one_process_on_cpu")
+def test_generate_records_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshots = save_hub(tmp_path, SECOND)
-    options = ["-m", "dcpmla", "generate", "--prompt-ids", "5,6,7", "--max-new-tokens", "2", "--json", tmp_path / "out"]
+    use_cache(monkeypatch, tmp_path)
+    options = ["generate", "--prompt-ids", "5,6,7", "--max-new-tokens", "2", "--json", str(tmp_path / "out")]
     options += ["--device", "cpu", "--kv-cache-memory-bytes", str(1 << 20), "--model"]
-    env = {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    for model, commit in (([MODEL, "--revision", "v1"], FIRST), ([MODEL], SECOND), ([snapshots / "local"], None)):
+    for model, commit in (([MODEL, "--revision", "v1"], FIRST), ([MODEL], SECOND), ([str(snapshots / "local")], None)):
         if commit is None:
             (snapshots / SECOND).rename(snapshots / "local")
-        run_together([([sys.executable, *options, *model], env)])
+        assert not main([*options, *model])
         assert json.loads((tmp_path / "out").read_text()).get("model_commit") == commit
 
 

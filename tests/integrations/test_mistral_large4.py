@@ -14,15 +14,14 @@ from dcpmla.config import DCPConfig
 from dcpmla.integrations.families.table import attention_of, find_family
 from dcpmla.integrations.model_files import load_config
 from dcpmla.runtime.sampling import SamplingParams
-from tests.integrations.test_deepseek_v4 import generate
-from tests.integrations.test_graph_models import serve_all
+from tests.integrations.test_graph_models import check_alike, serve_all
 from tests.integrations.test_transformers import check, make_cases, prompts
 from tests.planning.test_plan_truth import check as check_bytes
-from tests.support.engines import new_engine
-from tests.support.graph_checks import open_model_on
 from tests.support.models import LARGE4_FAMILIES, random_model, tiny_config
+from tests.support.oracle import Oracle
 from tests.support.quantized_models import dequantize, quantize
 from tests.support.ranks import run_ranks
+from tests.support.whole_models import serve_layouts
 
 pytestmark = pytest.mark.skipif(not LARGE4_FAMILIES, reason="needs a transformers with Mistral Large 4")
 SHARING = {
@@ -59,31 +58,14 @@ def test_graphs_of_layers_that_share_latents(tmp_path: Path) -> None:
     save(tmp_path, **SHARING)
     dcp = DCPConfig(block_size=4, cp_kv_cache_interleave_size=2, context_workspace_tokens=512)
     ((results,),) = run_ranks(1, serve_all, [tmp_path], dcp, False)
-    for graphs in results[1:]:
-        for (tokens, logits), (other_tokens, other_logits) in zip(results[0], graphs, strict=True):
-            torch.testing.assert_close(other_logits, logits, atol=1e-4, rtol=0)
-            assert other_tokens == tokens
-
-
-def ask_twice(directory: Path, dcp: DCPConfig) -> list[tuple[int, list[int], torch.Tensor]]:
-    """On one rank: reused tokens, new tokens and logits of a prompt that is sent twice."""
-    model, mesh = open_model_on(directory, dcp, False, "cpu")
-    cache = model.attention.plan_cache(dcp, [100], model.dtype).allocate(model.device)
-    engine, results = new_engine(model, cache, dcp, mesh, 100, 33, max_num_seqs=1), []
-    for _ in range(2):
-        request = engine.add(prompts()[4], SamplingParams(max_new_tokens=4), keep_logits=True)
-        list(engine.run())
-        results.append((request.num_cached_tokens, request.token_ids, torch.stack(request.logits)))
-    return results
+    check_alike(results[0], results[1:])
 
 
 def test_a_prefix_is_reused(tmp_path: Path) -> None:
-    save(tmp_path, **SHARING)
+    reference = save(tmp_path, **SHARING)
     dcp = DCPConfig(tensor_parallel_size=2, decode_context_parallel_size=2, block_size=4, dcp_comm_backend="a2a")
-    (_, tokens, logits), (num_cached, again, logits_again) = run_ranks(2, ask_twice, tmp_path, dcp)[0]
-    assert num_cached == 64
-    assert again == tokens
-    torch.testing.assert_close(logits_again, logits, atol=1e-4, rtol=0)
+    (answers,) = run_ranks(2, serve_layouts, tmp_path, [dcp], prompts()[4:], 2)[0]
+    Oracle(reference).check(prompts()[4], *answers[0])
 
 
 def test_caches_of_8_bits(tmp_path: Path) -> None:
@@ -93,12 +75,9 @@ def test_caches_of_8_bits(tmp_path: Path) -> None:
     plain = DCPConfig(**sizes, dcp_comm_backend="a2a", index_cache_dtype="fp8", index_hadamard=True)
     scaled = {"kv_cache_dtype": "fp8", "calculate_kv_scales": True}
     formats = [{"kv_cache_dtype": "fp8_ds_mla"}, scaled, {**scaled, "decode_query_dtype": "fp8"}]
-    results = run_ranks(2, generate, tmp_path, [dataclasses.replace(plain, **fields) for fields in formats])[0]
-    for outcome, fields in zip(results, formats, strict=True):
-        for prompt, (tokens, logits) in zip(prompts(), outcome, strict=True):
-            with torch.no_grad():
-                expected = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
-            assert float((logits - expected).norm() / expected.norm()) < 0.06, (fields, len(prompt))
+    layouts = [dataclasses.replace(plain, **fields) for fields in formats]
+    results = run_ranks(2, serve_layouts, tmp_path, layouts, prompts())[0]
+    assert max(Oracle(reference).errors(prompts(), results)) < 0.06
 
 
 def test_weights_in_block_fp8(tmp_path: Path) -> None:
@@ -145,37 +124,3 @@ def test_a_config_alone_generates(tmp_path: Path) -> None:
 def test_the_module_for_drafts_is_refused() -> None:
     with pytest.raises(ValueError, match=r"module \(mtp_dspark\) is not computed: leave --speculative-method mtp out"):
         find_family("mistral_large4_text").check_mtp(tiny_config("mistral_large4_text"))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"q_lora_rank": 24}, "q_lora_rank is 24; it must be null"),
-        ({"norm_topk_prob": False}, "norm_topk_prob is False; it must be true"),
-        ({"layer_types": ["full_attention"] * 4}, "layer_types is .* each one of indexed_attention"),
-        ({"kv_source_layers": [0, 1, 2]}, "kv_source_layers has 3 entries; num_hidden_layers is 4"),
-        ({"kv_source_layers": [0, 1, 2, 3, 4]}, "kv_source_layers has 5 entries; num_hidden_layers is 4"),
-        ({"kv_source_layers": [1, 1, 2, 3]}, "kv_source_layers has 1 for layer 0; it must be 0, or an earlier"),
-        ({"kv_source_layers": [0, 1, 1, 2]}, "kv_source_layers has 2 for layer 3; it must be 3, or an earlier"),
-        ({"kv_source_layers": [0, 0, 2, 3]}, "kv_source_layers has 0 for layer 1; .* same entry .*: there is none"),
-        (
-            {"no_rope_layers": [1, 1, 1, 1], "kv_source_layers": [0, 0, 2, 0]},
-            "",
-        ),
-        (
-            {"num_hidden_layers": 5, "no_rope_layers": [1] * 5, "kv_source_layers": [0, 1, 0, 1, 0]},
-            "kv_source_layers has 0 for layer 2; it must be the latest source before it .*: 1",
-        ),
-    ],
-)
-def test_fields_without_a_meaning_here(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    text = json.loads(tiny_config("mistral_large4_text").to_json_string())
-    for name in ("indexer_types", "mlp_layer_types", "layer_types") if "num_hidden_layers" in changes else ():
-        del text[name]
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({"model_type": "mistral_large4", "text_config": text | changes}))
-    if not message:
-        load_config(file)
-        return
-    with pytest.raises(ValueError, match=message):
-        load_config(file)

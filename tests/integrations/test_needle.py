@@ -10,16 +10,13 @@ import pytest
 import torch
 import transformers
 
-from dcpmla.cache.latent import LatentCache
-from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.model_files import load_config
-from dcpmla.integrations.transformers import load_model
 from dcpmla.ownership import Owner
-from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.engines import new_engine
 from tests.support.layouts import dcp_config
 from tests.support.ranks import run_ranks
+from tests.support.whole_models import load_on_rank, poisoned_cache
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "needle"
 MODEL = EXAMPLE / "model"
@@ -34,14 +31,10 @@ def tokenizer() -> Any:
 def answer(prompts: list[list[int]], tp: int, dcp_size: int, interleave: int, max_num_batched_tokens: int) -> list[int]:
     """First new token of each prompt, one request at a time, so that a question of one token is a decode step."""
     dcp = dcp_config(tp, dcp_size, interleave, context_workspace_tokens=2048)
-    mesh, device = init_mesh(tp, dcp_size), torch.device("cpu")
-    selection = select_exchange(dcp, mesh.dcp_group, device)
-    model = load_model(MODEL, load_config(MODEL), dcp, mesh, selection, torch.float32, device)
-    seq_lens = [max(map(len, prompts))]
-    cache = LatentCache(
-        LatentCache.plan(model.attention.config, dcp, model.attention.num_layers, seq_lens, model.dtype), device
-    )
-    engine = new_engine(model, cache, dcp, mesh, max(seq_lens) + 1, max_num_batched_tokens, max_num_seqs=1)
+    model, mesh = load_on_rank(MODEL, dcp)
+    longest = max(map(len, prompts))
+    cache = poisoned_cache(model, dcp, [longest])
+    engine = new_engine(model, cache, dcp, mesh, longest + 1, max_num_batched_tokens, max_num_seqs=1)
     for prompt in prompts:
         engine.add(prompt, SamplingParams(max_new_tokens=1))
     return [request.token_ids[0] for request in engine.run()]
@@ -55,7 +48,11 @@ def needles(num_prompts: int, num_tokens: int) -> tuple[list[list[int]], list[in
     ]
 
 
-@pytest.mark.parametrize(("tp", "dcp_size", "interleave"), [(1, 1, 1), (2, 2, 1), (4, 4, 1), (4, 2, 16), (8, 8, 2)])
+CUTS = [(1, 1, 1), (4, 2, 16)]
+CUTS += [pytest.param(*cut, marks=pytest.mark.thorough) for cut in ((2, 2, 1), (4, 4, 1), (8, 8, 2))]  # type: ignore
+
+
+@pytest.mark.parametrize(("tp", "dcp_size", "interleave"), CUTS)
 def test_every_cut_finds_every_needle(tp: int, dcp_size: int, interleave: int) -> None:
     prompts, answers = needles(4, 1200)
     assert run_ranks(tp, answer, prompts, tp, dcp_size, interleave, 900, timeout=300) == [answers] * tp
@@ -73,6 +70,7 @@ def test_needles_on_other_ranks_are_found_by_a_decode_step() -> None:
     assert run_ranks(4, answer, prompts, 4, 4, 1, num_tokens - 1, timeout=300) == [answers] * 4
 
 
+@pytest.mark.thorough
 def test_long_context() -> None:
     """4,800 tokens, in the dtype that the checkpoint has, by transformers alone: what the model itself can do."""
     model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16).eval()

@@ -6,25 +6,21 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dcpmla import DCPConfig, MLAAttention, init_mesh
+from dcpmla import DCPConfig, MLAAttention
 from dcpmla.attention.output.rows import quant_for
-from dcpmla.comm.select import select_exchange
 from dcpmla.hf_quantization import check_quantization, scale_block
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.families.family import Family
 from dcpmla.integrations.families.table import find_family
-from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.quantization import StoredTensor
-from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.linear import Weight, read_linear, read_weight
 from dcpmla.parallel.quantized import BlockFp8, GroupFp4, GroupFp8, GroupInt4, dequantize, from_e8m0
-from tests.integrations.test_transformers import check, make_cases
 from tests.support.quantized_models import SCHEMES, pack_int4, quantize, save_wide, write_dequantized, write_quantized
 from tests.support.ranks import run_ranks
+from tests.support.whole_models import load_on_rank
 
 WHOLE, CUT = slice(None), slice(3, 101)
 MLA_SCHEMES = [scheme for scheme in SCHEMES if not scheme.startswith("published")]
@@ -93,16 +89,38 @@ def test_cuts_at_blocks_keep_codes(v32: Path, tmp_path: Path) -> None:
         assert torch.equal(part, twin[name][rows, cols])
 
 
-def test_cuts_at_groups_keep_codes(v32: Path, tmp_path: Path) -> None:
-    """Columns at multiples of 32, any rows: each row has the scales of its block."""
-    weights, twin = make_pair(v32, tmp_path, "e8m0_32")
-    name = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
-    for rows, cols, kind in (
-        (slice(5, 71), slice(32, 224), GroupFp8),
-        (WHOLE, slice(128, 256), GroupFp8),
-        (WHOLE, slice(16, 48), Tensor),
-    ):
-        part = read_linear(weights, name, (192, 256), rows, cols)
+@pytest.mark.parametrize(
+    ("scheme", "name", "shape", "cuts"),
+    [
+        # Columns at multiples of 32, any rows: each row has the scales of its block.
+        (
+            "e8m0_32",
+            "model.layers.0.self_attn.kv_a_proj_with_mqa.weight",
+            (192, 256),
+            [
+                (slice(5, 71), slice(32, 224), GroupFp8),
+                (WHOLE, slice(128, 256), GroupFp8),
+                (WHOLE, slice(16, 48), Tensor),
+            ],
+        ),
+        (
+            "int4_all",
+            "model.layers.1.mlp.experts.1.up_proj.weight",
+            (256, 256),
+            [
+                (slice(3, 7), cols, kind)
+                for kind, columns in ((GroupInt4, (WHOLE, slice(32, 96))), (Tensor, (slice(16, 64), slice(5, 9))))
+                for cols in columns
+            ],
+        ),
+    ],
+)
+def test_cuts_at_groups_keep_codes(
+    scheme: str, name: str, shape: tuple[int, int], cuts: list[tuple[slice, slice, type]], v32: Path, tmp_path: Path
+) -> None:
+    weights, twin = make_pair(v32, tmp_path, scheme)
+    for rows, cols, kind in cuts:
+        part = read_linear(weights, name, shape, rows, cols)
         assert isinstance(part, kind)
         assert torch.equal(dequantize(part, torch.float32), twin[name][rows, cols])
 
@@ -160,24 +178,8 @@ def test_deepseek_v4_as_published(tmp_path: Path) -> None:
     assert kinds[f"{gate} None"] == Tensor
 
 
-@pytest.mark.parametrize(
-    ("family", "scheme"), [("deepseek_v32", "block"), ("deepseek_v4", "published"), ("deepseek_v3", "modelopt")]
-)
-def test_generates_as_its_dequantized_model(family: str, scheme: str, tmp_path: Path) -> None:
-    """Every slice of attention, indexer, MLPs and experts, computed by exact products on CPUs."""
-    save_wide(family, tmp_path / "wide")
-    write_quantized(tmp_path / "wide", tmp_path, scheme)
-    write_dequantized(tmp_path / "wide", tmp_path / "twin", scheme)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "twin", dtype=torch.float32, attn_implementation="eager"
-    )
-    check(reference.eval(), tmp_path, 2, make_cases(2, [2], (1,), ("a2a",), family == "deepseek_v4"))
-
-
 def check_input_scales(directory: Path) -> None:
-    dcp, mesh, device = DCPConfig(), init_mesh(1, 1), torch.device("cpu")
-    chosen = select_exchange(dcp, mesh.dcp_group, device)
-    model = load_model(directory, load_config(directory), dcp, mesh, chosen, torch.bfloat16, device)
+    model, _ = load_on_rank(directory, DCPConfig(), dtype=torch.bfloat16)
     layers = [module for module in model.hidden_states.modules() if isinstance(module, MLAAttention)]
     for number, layer in enumerate(layers):
         assert quant_for(layer.o_proj, 128) is None  # a CPU multiplies rows as they are
@@ -212,15 +214,6 @@ def test_integers_are_packed_as_compressed_tensors_does(v32: Path, tmp_path: Pat
     weight = Checkpoint(tmp_path, (1, 16), partial(Family().module_name, num_layers=4)).weights("")["w.weight"]
     for rows, cols in ((WHOLE, WHOLE), (slice(1, 2), slice(3, 11)), (WHOLE, slice(7, 8)), (WHOLE, slice(8, 16))):
         assert torch.equal(weight[rows, cols], (numbers * torch.tensor([[0.5], [3.0]]))[rows, cols])
-
-
-def test_integers_stay_packed_between_groups(v32: Path, tmp_path: Path) -> None:
-    weights, twin = make_pair(v32, tmp_path, "int4_all")
-    name = "model.layers.1.mlp.experts.1.up_proj.weight"
-    for cols, kind in ((WHOLE, GroupInt4), (slice(32, 96), GroupInt4), (slice(16, 64), Tensor), (slice(5, 9), Tensor)):
-        part = read_linear(weights, name, (256, 256), slice(3, 7), cols)
-        assert isinstance(part, kind)
-        assert torch.equal(dequantize(part, torch.float32), twin[name][3:7, cols])
 
 
 def test_integers_with_scales_of_another_dtype_are_read_as_values(tmp_path: Path) -> None:

@@ -13,24 +13,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcpmla import DCPConfig, LatentCache, MLAAttention, init_mesh
-from dcpmla.comm.select import select_exchange
-from dcpmla.integrations.model_files import load_config
+from dcpmla import DCPConfig, MLAAttention
 from dcpmla.integrations.sharded_model import ShardedModel
-from dcpmla.integrations.transformers import load_model
 from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.sampling import SamplingParams
 from tests.attention.test_quantized_cache import FORMATS, config_of_layer, layout
 from tests.support.engines import new_engine
-from tests.support.models import VOCAB_SIZE, random_model
+from tests.support.models import random_model
 from tests.support.ranks import run_ranks
+from tests.support.whole_models import Answers, answers_of, draw_prompts, load_on_rank, poisoned_cache
 
 NUM_NEW = 5
 PROMPT_LENS = (3, 17, 36)
 # Tokens of a step; what a prompt finds again of its like ends where a chunk does, so that the same tokens are read as
 # cached
 CHUNK = 16
-Outcome = list[tuple[list[int], Tensor]]  # of each prompt: tokens, logits [NUM_NEW, vocab]
 
 
 def save_badly_scaled(directory: Path) -> None:
@@ -44,30 +41,15 @@ def save_badly_scaled(directory: Path) -> None:
     model.save_pretrained(directory)
 
 
-def generate(directory: Path, dcp: DCPConfig) -> tuple[Outcome, list[float]]:
+def generate(directory: Path, dcp: DCPConfig) -> tuple[Answers, list[float]]:
     """On one rank: each prompt's outcome, the same when it is served again; and the scales of all layers."""
-    mesh, device = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size), torch.device("cpu")
-    model = load_model(
-        directory,
-        load_config(directory),
-        dcp,
-        mesh,
-        select_exchange(dcp, mesh.dcp_group, device),
-        torch.float32,
-        device,
-    )
-    seq_lens = [length + NUM_NEW for length in PROMPT_LENS]
-    cache = LatentCache(
-        LatentCache.plan(model.attention.config, dcp, model.attention.num_layers, seq_lens, torch.float32), device
-    )
-    for rows in cache.tensors:
-        rows.view(torch.uint8).fill_(0xFF)
-    steps = model.attention.step_builder(cache.sizes, dcp, mesh.dcp_rank, device)
+    model, mesh = load_on_rank(directory, dcp)
+    cache = poisoned_cache(model, dcp, [length + NUM_NEW for length in PROMPT_LENS])
+    steps = model.attention.step_builder(cache.sizes, dcp, mesh.dcp_rank, model.device)
     # It runs the padded step, without a GPU.
     graph = StepGraph.decodes(model.decode, torch.zeros((), dtype=torch.int64), cache, steps, mesh, 3, 64)
     engine = new_engine(model, cache, dcp, mesh, 64, CHUNK, max_num_seqs=3, graph=graph)
-    params, generator = SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True), torch.Generator().manual_seed(1)
-    prompts = [torch.randint(1, VOCAB_SIZE - 1, (length,), generator=generator).tolist() for length in PROMPT_LENS]
+    params, prompts = SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True), draw_prompts(PROMPT_LENS)
     engine.add(prompts[0][:1], params)
     list(engine.run())  # a prompt of one token, and decodes behind it
     scales = scales_of(model)
@@ -81,7 +63,7 @@ def generate(directory: Path, dcp: DCPConfig) -> tuple[Outcome, list[float]]:
         [request.logits for request in again], [request.logits for request in first], atol=1e-5, rtol=1e-5
     )
     assert scales_of(model) == scales  # what has been cached by them stays
-    return [(request.token_ids, torch.stack(request.logits)) for request in first], scales
+    return answers_of(first), scales
 
 
 def scales_of(model: ShardedModel) -> list[float]:
@@ -89,7 +71,7 @@ def scales_of(model: ShardedModel) -> list[float]:
     return [float(scale) for layer in layers for scale in (layer.kv_scale, layer.q_scale) if scale is not None]
 
 
-def error(got: Outcome, wanted: Outcome) -> float:
+def error(got: Answers, wanted: Answers) -> float:
     """Of logits, those up to the first other token: the norm of the difference beside theirs."""
     pairs = []
     for (tokens, logits), (other_tokens, other_logits) in zip(got, wanted, strict=True):

@@ -9,16 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.engine_options import EngineOptions
-from dcpmla.integrations.loading import load_engine
-from dcpmla.integrations.open_model import open_model
-from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.deepseek_v41_files import save_v41
 from tests.support.layouts import dcp_config
 from tests.support.models import STATE_FAMILIES, save_tiny
+from tests.support.oracle import Oracle
 from tests.support.ranks import run_ranks
+from tests.support.whole_models import load_engine_on_rank
 
 BLOCK = 8  # tokens of a block, over all ranks
 # Lengths of a beginning, and the tokens of it that four prompts reuse: none; up to a power of two blocks; all blocks.
@@ -37,11 +35,9 @@ def serve(directory: Path, family: str, tp: int) -> list[tuple[int, list[int], T
     """On one rank: serve prompts one after the other, with the costs of production; return what each reused, its new
     tokens and their logits.
     """
-    dcp, device = dcp_config(tp, tp, block_size=BLOCK // ROWS.get(family, 1) // tp), torch.device("cpu")
-    mesh = init_mesh(tp, tp)
+    dcp = dcp_config(tp, tp, block_size=BLOCK // ROWS.get(family, 1) // tp)
     options = EngineOptions(dtype="float32", max_num_seqs=16, kv_cache_memory_bytes=1 << 24)
-    chosen = select_exchange(dcp, mesh.dcp_group, device)
-    engine = load_engine(open_model(str(directory), 128), dcp, mesh, chosen, device, options)
+    engine = load_engine_on_rank(directory, dcp, options, 128)
     assert engine.allocator.block_tokens == BLOCK
     served = []
     for prompt in prompts():
@@ -59,7 +55,6 @@ def test_the_second_prompt_reuses_half_and_the_third_all(family: str, tp: int, t
     reference = save_v41(tmp_path) if family == "deepseek_v41" else save_tiny(family, tmp_path)
     served = run_ranks(tp, serve, tmp_path, family, tp)[0]
     assert [cached for cached, *_ in served] == [cached for row in SHARED.values() for cached in row]
+    oracle = Oracle(reference)
     for prompt, (_, tokens, logits) in zip(prompts(), served, strict=True):
-        with torch.no_grad():
-            expected = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
-        torch.testing.assert_close(logits, expected.float(), atol=1e-3, rtol=0)
+        oracle.check(prompt, tokens, logits, atol=1e-3)

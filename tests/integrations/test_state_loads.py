@@ -6,17 +6,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 
-from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.model_files import load_config
-from dcpmla.integrations.transformers import load_model
-from dcpmla.parallel.mesh import init_mesh
 from tests.support.layouts import dcp_config
 from tests.support.models import STATE_FAMILIES, save_tiny
 from tests.support.ranks import run_ranks
-from tests.support.state_loads import CPU, Load, draw_requests, serve
+from tests.support.state_loads import Load, draw_requests, serve
+from tests.support.whole_models import load_on_rank
 
 EVENTS = (
     *("preemptions", "hits", "evicted_blocks", "evicted_states", "loaded_blocks", "read_bytes", "aborts"),
@@ -25,6 +21,7 @@ EVENTS = (
 # One has drafts and graphs, one graphs alone, one drafts alone, one neither. Two have host memory and a disk.
 LOADS = (3, 13, 6, 8)
 FAMILIES = [family for family in STATE_FAMILIES if family != "kimi_k3"]  # its states are Kimi Linear's
+QUICK = ("kimi_linear",)  # on two ranks, as test_combinations.py has the others
 SHARDED = [family for family in FAMILIES if family != "bailing_hybrid"]  # its caches are Kimi Linear's
 
 
@@ -32,9 +29,7 @@ def serve_loads(
     directory: Path, dcp: DCPConfig, seeds: tuple[int, ...], num_requests: int, output_lens: tuple[int, ...]
 ) -> Counter[str]:
     """On one rank: serve loads of the same requests, and return counts of events."""
-    mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
-    exchange = select_exchange(dcp, mesh.dcp_group, CPU)
-    model = load_model(directory, load_config(directory), dcp, mesh, exchange, torch.float32, CPU)
+    model, mesh = load_on_rank(directory, dcp)
     drawn = draw_requests(model, dcp, mesh, num_requests, output_lens)
     counts: Counter[str] = Counter()
     for seed in seeds:
@@ -45,7 +40,11 @@ def serve_loads(
 
 
 @pytest.mark.parametrize(
-    ("tp", "family"), [*((1, family) for family in FAMILIES), *((2, family) for family in SHARDED)]
+    ("tp", "family"),
+    [
+        *((1, family) for family in FAMILIES),
+        *(pytest.param(2, family, marks=() if family in QUICK else pytest.mark.thorough) for family in SHARDED),
+    ],
 )
 def test_requests_get_the_tokens_of_lone_ones(family: str, tp: int, tmp_path: Path) -> None:
     save_tiny(family, tmp_path)

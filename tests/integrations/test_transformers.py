@@ -4,29 +4,24 @@ Same logits, same greedy tokens, for every cut of heads and cache.
 """
 
 import dataclasses
-import functools
 import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from dcpmla.attention.mla import layer
-from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.fields import divisors
 from dcpmla.integrations.model_files import load_config
-from dcpmla.integrations.transformers import load_model
-from dcpmla.parallel.mesh import init_mesh
-from dcpmla.runtime.sampling import SamplingParams
 from tests.support.engines import new_engine
 from tests.support.kimi_k3_files import save_k3
 from tests.support.layouts import dcp_config
-from tests.support.models import FAMILIES, VOCAB_SIZE, random_model, save_tiny, tiny_config
+from tests.support.models import FAMILIES, random_model, save_tiny, tiny_config
+from tests.support.oracle import Oracle
 from tests.support.ranks import run_ranks
+from tests.support.whole_models import Answers, answers_of, draw_prompts, load_on_rank, poisoned_cache, serve
 
 PROMPT_LENS = (1, 2, 5, 37, 70)  # shorter than W, one token, and contexts that chunks cut unevenly
 NUM_NEW = 4
@@ -55,30 +50,19 @@ class Case:
 
 
 def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(1, VOCAB_SIZE - 1, (length,), generator=generator).tolist() for length in PROMPT_LENS]
+    return draw_prompts(PROMPT_LENS)
 
 
-def run_cases(directory: Path, cases: list[Case], device_type: str) -> list[list[tuple[list[int], torch.Tensor]]]:
+def run_cases(directory: Path, cases: list[Case], device_type: str) -> list[Answers]:
     """On one rank: for each case, each prompt's new tokens and their logits [NUM_NEW, vocab]."""
-    device = torch.device(device_type, dist.get_rank()) if device_type == "cuda" else torch.device("cpu")
-    config, results = load_config(directory), []
+    results = []
     layer.PROJECT_FIRST_TOKENS = 3  # among the numbers of decodes in these steps
     for case in cases:
-        dcp = case.dcp
-        mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
-        selection = select_exchange(dcp, mesh.dcp_group, device)
-        model = load_model(directory, config, dcp, mesh, selection, torch.float32, device)
+        model, mesh = load_on_rank(directory, case.dcp, device_type)
         seq_lens = [length + NUM_NEW - 1 for length in PROMPT_LENS]
-        cache = model.attention.plan_cache(dcp, seq_lens, model.dtype, num_states=6).allocate(device)
-        for memory in cache.tensors:
-            memory.fill_(torch.nan if memory.is_floating_point() else 10**6)  # no step may read what was never written
-        engine = new_engine(model, cache, dcp, mesh, max(seq_lens) + 1, case.max_num_batched_tokens, max_num_seqs=4)
-        requests = [
-            engine.add(prompt, SamplingParams(max_new_tokens=NUM_NEW), keep_logits=True) for prompt in prompts()
-        ]
-        assert len(list(engine.run())) == len(requests)
-        results.append([(request.token_ids, torch.stack(request.logits)) for request in requests])
+        cache = poisoned_cache(model, case.dcp, seq_lens, 6)
+        limits = max(seq_lens) + 1, case.max_num_batched_tokens, 4
+        results.append(answers_of(serve(new_engine(model, cache, case.dcp, mesh, *limits), prompts(), NUM_NEW)))
     return results
 
 
@@ -109,17 +93,11 @@ def make_cases(
 
 def check(reference: Any, directory: Path, tp: int, cases: list[Case], device_type: str = "cpu") -> None:
     results = run_ranks(tp, run_cases, directory, cases, device_type, device=device_type, timeout=500)
-    # Ranks and cases share sequences.
-    oracle = functools.cache(lambda *tokens: reference(torch.tensor([tokens])).logits[0])
-    for rank, case_index, index in itertools.product(range(tp), range(len(cases)), range(len(PROMPT_LENS))):
-        tokens, logits = results[rank][case_index][index]
-        prompt, where = prompts()[index], f"rank {rank}, {cases[case_index]}, prompt of {PROMPT_LENS[index]}"
-        with torch.no_grad():
-            expected = oracle(*prompt, *tokens[:-1])[len(prompt) - 1 :]
-        torch.testing.assert_close(
-            logits, expected[: len(tokens)], atol=1e-4, rtol=0, msg=lambda text, where=where: f"{where}: {text}"
-        )
-        assert tokens == expected[: len(tokens)].argmax(-1).tolist(), where
+    oracle = Oracle(reference)
+    for rank, of_cases in enumerate(results):
+        for case, answers in zip(cases, of_cases, strict=True):
+            for prompt, answer in zip(prompts(), answers, strict=True):
+                oracle.check(prompt, *answer, name=f"rank {rank}, {case}, prompt of {len(prompt)}")
 
 
 # Families with attention of their own; the others cut heads and cache as DeepSeek-V3.
@@ -128,7 +106,14 @@ OF_KINDS = (*ON_FOUR, "deepseek_v32", "mistral_large4_text", "dots3_note_text", 
 # A size that is no power of two cuts each kind of cache once.
 ON_THREE = ("deepseek_v3", "glm_moe_dsa", "longcat_flash", "deepseek_v4")
 FAMILIES_ON = {1: OF_KINDS, 2: FAMILIES, 3: ON_THREE, 4: ON_FOUR}  # test_eps_of_the_latents_norms has all on one rank
-SIZES = [(tp, family) for tp, names in FAMILIES_ON.items() for family in names if family in FAMILIES]
+# test_combinations.py has all families in all layouts of one and two ranks.
+QUICK = {1: (), 2: OF_KINDS, 3: ("deepseek_v3", "deepseek_v4"), 4: ("deepseek_v3", "glm_moe_dsa", "deepseek_v4")}
+SIZES = [
+    pytest.param(tp, family, marks=() if family in QUICK[tp] else pytest.mark.thorough)
+    for tp, names in FAMILIES_ON.items()
+    for family in names
+    if family in FAMILIES
+]
 
 
 @pytest.mark.parametrize(("tp", "family"), SIZES)
@@ -150,8 +135,15 @@ def test_logits_and_tokens(family: str, tp: int, tmp_path: Path) -> None:
     check(reference, tmp_path, tp, cases)
 
 
-# The others cut heads and cache by the same code.
-@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "deepseek_v4"])
+# The others cut heads and cache by the same code, and four ranks do, too.
+@pytest.mark.parametrize(
+    "family",
+    [
+        "deepseek_v3",
+        pytest.param("deepseek_v32", marks=pytest.mark.thorough),
+        pytest.param("deepseek_v4", marks=pytest.mark.thorough),
+    ],
+)
 def test_eight_ranks(family: str, tmp_path: Path) -> None:
     reference = save_tiny(family, tmp_path)
     if family == "deepseek_v4":
@@ -223,13 +215,10 @@ def test_eps_of_the_latents_norms(tmp_path: Path) -> None:
     references = [small_latents(family, tmp_path / family) for family in FAMILIES]
     results = run_ranks(1, run_families, [tmp_path / family for family in FAMILIES], timeout=300)[0]
     for family, reference, (tokens, logits) in zip(FAMILIES, references, results, strict=True):
-        prompt = prompts()[3]
-        with torch.no_grad():
-            expected = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
-        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0, msg=lambda text, of=family: f"{of}: {text}")
+        Oracle(reference).check(prompts()[3], tokens, logits, family)
 
 
-def run_families(directories: list[Path]) -> list[tuple[list[int], torch.Tensor]]:
+def run_families(directories: list[Path]) -> Answers:
     """On one rank: the fourth prompt's new tokens and their logits, by each model."""
     case = Case(DCPConfig(block_size=16), 1000)
     return [run_cases(directory, [case], "cpu")[0][3] for directory in directories]

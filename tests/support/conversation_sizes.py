@@ -7,7 +7,7 @@ from typing import NamedTuple
 from tests.support.combinations import Row
 
 NUM_DRAFTS = 3  # of a request in a step, with drafts
-NEW_OF_TURNS = 14  # new tokens of second turns
+NEW_OF_TURNS = 8  # new tokens of second turns
 MORE_OF_TURNS = (3, 24, 25, 26)  # tokens that second turns add to the first ones
 _LAG = 12  # steps within which three prompts begin, 16 tokens each step
 _EARLY = (16, 8, 0)  # new tokens that the first ones may have by then
@@ -36,10 +36,11 @@ def conversation_sizes(row: Row, block_tokens: int) -> ConversationSizes:
     if row.has("preemption"):
         return _scarce(_scarce_prompts(block_tokens), block_tokens, has_drafts=not row.has("no drafts"))
     prompts = (58, 63, 60, 1)
+    num_new = 12 if row.has("no drafts") else 20  # Tokens repeat, so that drafts begin and are accepted.
     if row.has("deterministic"):
         prompts = (block_tokens - 12, block_tokens - 11, block_tokens - 13, 1)
-    num_blocks = sum(_num_blocks(each, block_tokens) for each in prompts) + 4 * _num_blocks(60, block_tokens)
-    return ConversationSizes(prompts, 24, num_blocks)
+    num_blocks = sum(_num_blocks(each, block_tokens) for each in _lengths(prompts, num_new))
+    return ConversationSizes(prompts, num_new, num_blocks)
 
 
 def _scarce_prompts(block_tokens: int) -> tuple[int, ...]:
@@ -64,7 +65,7 @@ def _scarce(prompts: tuple[int, ...], block_tokens: int, has_drafts: bool) -> Co
         others[ending] = prompts[ending] + num_new - 1
         return sum(_num_blocks(each, block_tokens) for each in others)
 
-    enough = (new for new in count(40, 8) if all(least_blocks(new, ending) > num_blocks for ending in range(3)))
+    enough = (new for new in count(16, 4) if all(least_blocks(new, ending) > num_blocks for ending in range(3)))
     return ConversationSizes(prompts, next(enough), num_blocks)
 
 
@@ -72,7 +73,6 @@ def _num_blocks(num_tokens: int, block_tokens: int) -> int:
     return -(-num_tokens // block_tokens)
 
 
-def longest(sizes: ConversationSizes) -> int:
-    """Return the tokens of the longest conversation."""
-    turns: Sequence[tuple[int, int]] = list(zip(sizes.prompts, MORE_OF_TURNS, strict=True))
-    return max(prompt + sizes.num_new + more + NEW_OF_TURNS for prompt, more in turns)
+def _lengths(prompts: Sequence[int], num_new: int) -> list[int]:
+    """Return the tokens of each conversation at its end."""
+    return [each + num_new + more + NEW_OF_TURNS for each, more in zip(prompts, MORE_OF_TURNS, strict=True)]

@@ -23,31 +23,21 @@ from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig, MLAConfig
 from dcpmla.indexer_config import IndexerConfig
 from dcpmla.integrations.engine_options import EngineOptions
-from dcpmla.integrations.loading import load_engine
-from dcpmla.integrations.model_files import load_config
-from dcpmla.integrations.open_model import open_model
 from dcpmla.integrations.sharded_model import ShardedModel
-from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.mesh import DCPMesh, init_mesh
 from dcpmla.runtime.graph import Step, StepGraph
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.models import VOCAB_SIZE
+from tests.support.whole_models import device_of, load_engine_on_rank, load_on_rank
 
 MAX_NUM_SEQS, MAX_MODEL_LEN = 5, 60
 BATCHES = (5, 1, 3, 2, 4, 5)
 
 
-def device_of(device_type: str) -> torch.device:
-    return torch.device(device_type, dist.get_rank()) if device_type == "cuda" else torch.device("cpu")
-
-
 def open_model_on(
     directory: Path, dcp: DCPConfig, enable_expert_parallel: bool, device_type: str, dtype: torch.dtype = torch.float32
 ) -> tuple[ShardedModel, DCPMesh]:
-    mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
-    device, config = device_of(device_type), load_config(directory)
-    selection = select_exchange(dcp, mesh.dcp_group, device)
-    return load_model(directory, config, dcp, mesh, selection, dtype, device, enable_expert_parallel), mesh
+    return load_on_rank(directory, dcp, device_type, dtype, enable_expert_parallel)
 
 
 def check_model(
@@ -249,10 +239,9 @@ def serve_loaded(
     """Tokens of random prompts by `load_engine`'s engine, and whether it has a captured graph: as it comes, then with
     enforce_eager.
     """
-    device, rng, results = device_of(device_type), random.Random(0), []
+    rng, results = random.Random(0), []
     prompts = [[rng.randrange(1, VOCAB_SIZE - 1) for _ in range(rng.randrange(1, 30))] for _ in range(7)]
     for enforce_eager in (False, True):
-        mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
         options = EngineOptions(
             dtype=torch.float32,
             max_num_seqs=5,
@@ -261,8 +250,7 @@ def serve_loaded(
             enable_expert_parallel=enable_expert_parallel,
             kv_cache_memory_bytes=1 << 27,
         )
-        chosen = select_exchange(dcp, mesh.dcp_group, device)
-        engine = load_engine(open_model(str(directory)), dcp, mesh, chosen, device, options, seq_lens=[60] * 7)
+        engine = load_engine_on_rank(directory, dcp, options, None, device_type, [60] * 7)
         requests = [
             engine.add(prompt, SamplingParams(max_new_tokens=4 + 4 * index)) for index, prompt in enumerate(prompts)
         ]

@@ -82,6 +82,15 @@ def run_ranks(
                 process.join()
 
 
+def message_of(function: Callable[..., Any], *args: Any) -> str:
+    """On a rank: return the message of the ValueError that function(*args) raises."""
+    try:
+        function(*args)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
 def _collect(pipes: list[Connection], processes: list[Any], timeout: float) -> list[Any]:
     results: dict[int, Any] = {}
     deadline = time.monotonic() + timeout

@@ -8,17 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import torch
 import torch.distributed as dist
 
-from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.engine_options import EngineOptions
-from dcpmla.integrations.loading import load_engine
 from dcpmla.integrations.open_model import open_model
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.transfers import cache_facts
-from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime import engine as engine_module
 from dcpmla.runtime.agreement import News
 from dcpmla.runtime.engine import Engine
@@ -32,8 +28,8 @@ from dcpmla.transfer.outgoing import Outgoing
 from dcpmla.transfer.parts import RowMover
 from dcpmla.transfer.staging import allocate_staging
 from dcpmla.transfer.transport import Peer, rank_name
-from tests.support.graph_checks import device_of
 from tests.support.ranks import run_ranks
+from tests.support.whole_models import load_engine_on_rank
 
 SLOT_BYTES = 1 << 15  # several parts for each prompt
 
@@ -87,12 +83,10 @@ class Meeting:
         return (self._directory / name).exists()
 
 
-def make_engine(directory: Path, dcp: DCPConfig, options: EngineOptions, device: torch.device) -> Engine:
+def make_engine(directory: Path, dcp: DCPConfig, options: EngineOptions, device_type: str) -> Engine:
     # Ranks share a few cores, which those that wait must leave to others.
     engine_module._POLL_SECONDS, worker._BUSY = 1e-2, 2e-3
-    mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
-    chosen = select_exchange(dcp, mesh.dcp_group, device)
-    return load_engine(open_model(str(directory), 256), dcp, mesh, chosen, device, options)
+    return load_engine_on_rank(directory, dcp, options, 256, device_type)
 
 
 def link(engine: Engine, directory: Path, meeting: Meeting, name: str, other: str, num_others: int) -> None:
@@ -120,7 +114,7 @@ def prefill(
     directory: Path, dcp: DCPConfig, options: EngineOptions, device: str, prompts: Sequence[Prompt], there: Path, n: int
 ) -> int:
     """On a rank: prefill all prompts for the other job; return the number of blocks that are still held."""
-    engine, meeting = make_engine(directory, dcp, options, device_of(device)), Meeting(there)
+    engine, meeting = make_engine(directory, dcp, options, device), Meeting(there)
     link(engine, directory, meeting, "prefill", "decode", n)
     for number, (token_ids, params) in enumerate(prompts):
         engine.add(token_ids, params, request_id=number, handoff=str(number))
@@ -142,7 +136,7 @@ def decode(
     directory: Path, dcp: DCPConfig, options: EngineOptions, device: str, prompts: Sequence[Prompt], there: Path, n: int
 ) -> Decoded:
     """On a rank: decode all prompts."""
-    engine, meeting = make_engine(directory, dcp, options, device_of(device)), Meeting(there)
+    engine, meeting = make_engine(directory, dcp, options, device), Meeting(there)
     link(engine, directory, meeting, "decode", "prefill", n)
     requests = [engine.add(ids, params, request_id=number) for number, (ids, params) in enumerate(prompts)]
     drafts = record_drafts(engine.speculation.drafter)
