@@ -14,7 +14,7 @@ import httpx2
 import psutil
 import pytest
 
-from tests.support.fake_engine import AUTHORIZED, wait_until
+from tests.support.fake_ranks import AUTHORIZED, wait_until
 from tests.support.launchers import free_port
 from tests.support.servers import KEY, RunningServer, needle_with_template, read_events, serve
 

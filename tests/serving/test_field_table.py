@@ -39,7 +39,8 @@ def cell(kind: Any, body: dict[str, Any], name: str) -> str:
     try:
         parse(kind, json.dumps({**body, name: {"an odd": "value"}}).encode())
     except ApiError as error:
-        return "400" if error.param == name else f"400 of {error.param}"
+        is_own = error.param == name and error.message.startswith(f"{name} is not supported; ")
+        return "400" if is_own else f"400 of {error.param}: {error.message}"
     return "–"
 
 

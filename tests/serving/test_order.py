@@ -1,7 +1,7 @@
 """Reasoning, texts and calls reach clients in the order in which the model wrote them, whatever an output has."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import anthropic
@@ -25,10 +25,8 @@ from dcpmla.serving.responses_body import ResponsesBody
 from dcpmla.serving.responses_reply import ResponsesReply
 from dcpmla.serving.slices import slices
 from tests.serving.chat.answers import TEMPLATES, Call, cut, parser_of, render, some_calls
-from tests.support.agent import TEMPLATE, WEATHER, call
+from tests.support.agent import WEATHER
 from tests.support.examples import few
-from tests.support.scripted import RunningScript, scripted_tokenizer, serve_script
-from tests.support.servers import KEY
 from tests.support.whole_answers import whole_of
 
 HIDDEN = "<|pad|>"
@@ -177,17 +175,6 @@ def test_blocks_come_as_they_were_written(name: str, route: str, data: st.DataOb
     assert blocks_of(whole, False, **body) == wanted
 
 
-ANSWER = f"hm</think>I look. {call('weather', city='Rome')}And then. {call('weather', city='Oslo')}Bye."
-SHOWN: Blocks = [
-    ("reasoning", "hm"),
-    ("text", "I look. "),
-    ("call", ("weather", {"city": "Rome"})),
-    ("text", "And then. "),
-    ("call", ("weather", {"city": "Oslo"})),
-    ("text", "Bye."),
-]
-
-
 def test_answers_are_sent_back_in_any_order() -> None:
     """DeepSeek-V3.2 takes results only behind the message with their calls: texts after calls must not come between."""
     use = {"type": "tool_use", "id": "t", "name": "weather", "input": {"city": "Rome"}}
@@ -205,23 +192,3 @@ def test_answers_are_sent_back_in_any_order() -> None:
     text = encoding.render(claude.messages, [WEATHER], add_generation_prompt=True, **options)
     assert "</think>Bye.Bye.\n\n<｜DSML｜function_calls>" in text
     assert text.endswith("<result>sun</result>\n</function_results>\n\n</think>")
-
-
-@pytest.fixture(scope="module")
-def scripted() -> Iterator[RunningScript]:
-    with serve_script(scripted_tokenizer(TEMPLATE), lambda prompt: ANSWER) as running:
-        yield running
-
-
-@pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
-def test_a_server_s_answers(scripted: RunningScript, step: int) -> None:
-    scripted.model.step = step
-    function = WEATHER["function"]
-    claude = anthropic.Anthropic(base_url=scripted.url, api_key=KEY, max_retries=0)
-    gpt = openai.OpenAI(base_url=f"{scripted.url}/v1", api_key=KEY, max_retries=0)
-    tool = {"name": "weather", "input_schema": function["parameters"]}
-    for streams in (True, False):
-        fields = {**BODY, "model": "scripted", "max_tokens": 500, "tools": [tool]}
-        assert of_messages(claude, streams, **fields) == SHOWN
-        asked = {"model": "scripted", "input": "x", "tools": [{"type": "function", "strict": False, **function}]}
-        assert of_responses(gpt, streams, **asked) == SHOWN

@@ -30,8 +30,8 @@ from dcpmla.serving.shown import Json
 from dcpmla.serving.slices import MAX_ENTRIES, SLICE, Each, check_entries, slices
 from dcpmla.serving.worker import Worker
 from tests.serving.test_client import make_engine
-from tests.serving.test_leaving_clients import Client
 from tests.serving.test_texts import texts_of
+from tests.support.asgi import Client
 from tests.support.scripted import scripted_tokenizer
 from tests.support.whole_answers import body_of, whole_of
 

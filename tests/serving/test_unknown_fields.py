@@ -122,26 +122,6 @@ def error_of(path: str, name: str) -> str:
     return ""
 
 
-REFUSED = {
-    "/v1/completions": {"parallel_tool_calls": False},
-    "/v1/responses": {"store": True, "top_logprobs": 2, "context_management": [{"type": "compaction"}]},
-    "/v1/messages": {
-        "container": "c",
-        "mcp_servers": [{"type": "url"}],
-        "parallel_tool_calls": False,
-        "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]},
-    },
-}
-
-
-def test_what_changes_the_answer_is_refused_as_before(client: Any) -> None:
-    for path, fields in REFUSED.items():
-        for name, value in fields.items():
-            response = client.post(path, json={**GOOD[path], name: value})
-            assert response.status_code == 400, (path, name)
-            assert response.json()["error"]["message"].startswith(f"{name} is not supported; ")
-
-
 def test_the_log_of_a_process_has_one_line_for_all(client: Any, server: RunningServer) -> None:
     for number in range(3):
         assert client.post("/v1/completions", json={**GOOD["/v1/completions"], f"odd {number}": 1}).status_code == 200

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2
 import pytest
 
-from tests.support.fake_engine import (
+from tests.support.fake_ranks import (
     AT_ONCE,
     AUTHORIZED,
     ENDLESS,
@@ -16,7 +16,7 @@ from tests.support.fake_engine import (
     LONG_TEXT,
     NEVER,
     SLOW,
-    FakeEngine,
+    FakeRanks,
     head,
     is_closed,
     request,
@@ -36,19 +36,19 @@ pytestmark = pytest.mark.usefixtures("within_limits")
         request(ENDLESS, stream=True),
     ],
 )
-def test_an_answer_that_is_not_read(engine: FakeEngine, data: bytes) -> None:
-    num_before = engine.num_submitted
-    connections = [engine.connect(data, buffer=4096) for _ in range(4)]
-    wait_until(lambda: engine.num_submitted == num_before + 4, "the requests do not come")
-    assert engine.is_healthy()
-    wait_until(lambda: engine.num_connections() == 0, "answers are held")
+def test_an_answer_that_is_not_read(ranks: FakeRanks, data: bytes) -> None:
+    num_before = len(ranks.submitted)
+    connections = [ranks.connect(data, buffer=4096) for _ in range(4)]
+    wait_until(lambda: len(ranks.submitted) == num_before + 4, "the requests do not come")
+    assert ranks.is_healthy()
+    wait_until(lambda: ranks.num_connections() == 0, "answers are held")
     for connection in connections:
         connection.close()
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_slow_reader_gets_the_whole_answer(engine: FakeEngine, stream: bool) -> None:
-    connection = engine.connect(request(LONG, stream=stream), buffer=1 << 18)
+def test_a_slow_reader_gets_the_whole_answer(ranks: FakeRanks, stream: bool) -> None:
+    connection = ranks.connect(request(LONG, stream=stream), buffer=1 << 18)
     num_read = 0
     while num_read < len(LONG_TEXT):
         part = connection.recv(1 << 20)
@@ -58,10 +58,10 @@ def test_a_slow_reader_gets_the_whole_answer(engine: FakeEngine, stream: bool) -
     connection.close()
 
 
-def test_a_slow_stream_and_kept_connections(engine: FakeEngine) -> None:
+def test_a_slow_stream_and_kept_connections(ranks: FakeRanks) -> None:
     """They take longer than any limit but --request-timeout."""
     with (
-        httpx2.Client(base_url=engine.url, headers=AUTHORIZED, timeout=LATE) as client,
+        httpx2.Client(base_url=ranks.url, headers=AUTHORIZED, timeout=LATE) as client,
         ThreadPoolExecutor(1) as pool,
     ):
         body = {"prompt": [SLOW]}
@@ -84,26 +84,26 @@ def test_a_slow_stream_and_kept_connections(engine: FakeEngine) -> None:
         (head(100), 408),
     ],
 )
-def test_an_answer_before_the_body(engine: FakeEngine, data: bytes, status: int) -> None:
-    connection = engine.connect(data)
+def test_an_answer_before_the_body(ranks: FakeRanks, data: bytes, status: int) -> None:
+    connection = ranks.connect(data)
     assert connection.recv(1000).startswith(f"HTTP/1.1 {status}".encode())
     connection.close()
 
 
-def test_a_full_queue_reads_no_body(engine: FakeEngine) -> None:
-    running = [engine.connect(request(NEVER)) for _ in range(8)]
-    wait_until(lambda: len(engine.open) == 8, "the requests do not come")
-    connection = engine.connect(head(16 << 20))
+def test_a_full_queue_reads_no_body(ranks: FakeRanks) -> None:
+    running = [ranks.connect(request(NEVER)) for _ in range(8)]
+    wait_until(lambda: len(ranks.open) == 8, "the requests do not come")
+    connection = ranks.connect(head(16 << 20))
     assert connection.recv(1000).startswith(b"HTTP/1.1 429")
     for each in [connection, *running]:
         each.close()
 
 
 @pytest.mark.parametrize(("key", "status"), [("wrong", b"401"), (KEY, b"200")])
-def test_a_request_that_expects_100_is_the_last_one(engine: FakeEngine, key: str, status: bytes) -> None:
+def test_a_request_that_expects_100_is_the_last_one(ranks: FakeRanks, key: str, status: bytes) -> None:
     """Refused early, its client may still send the body: no byte of it may be taken for another request."""
     body = json.dumps({"prompt": [AT_ONCE]}).encode()
-    connection = engine.connect(head(len(body), key=key)[:-2] + b"Expect: 100-continue\r\n\r\n")
+    connection = ranks.connect(head(len(body), key=key)[:-2] + b"Expect: 100-continue\r\n\r\n")
     answer = connection.recv(1 << 16)
     if key == KEY:
         assert answer == b"HTTP/1.1 100 Continue\r\n\r\n"
