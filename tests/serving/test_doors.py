@@ -31,7 +31,7 @@ WRONG: dict[str, list[Any]] = {  # values of a wrong kind, or just beyond the li
     "repetition_penalty": [0, 100.1],
     "logit_bias": [
         *({str(number): 0.0 for number in range(1025)}, {"5": -100.1}, {"5": 100.1}, {"1000": 1}),
-        *({"-5": 1}, {"05": 1}, {"x": 1}, [5]),
+        *({"-5": 1}, {"x": 1}, [5]),
     ],
     "logprobs": [-1, 21],
     "prompt_logprobs": [-1, 21],
@@ -39,6 +39,7 @@ WRONG: dict[str, list[Any]] = {  # values of a wrong kind, or just beyond the li
 }
 WRONG_OF_BODIES: dict[str, list[Any]] = {  # fields that become no parameters
     "max_tokens": [0],
+    "logit_bias": [{"05": 1}],
     "max_completion_tokens": [0],
     "n": [0, 100_000],
     "stream": ["yes"],
@@ -57,7 +58,7 @@ def test_each_field_with_a_range_has_values_beyond_it() -> None:
     assert WRONG.keys() <= CompletionBody.model_fields.keys()
 
 
-@pytest.mark.parametrize("field", [*WRONG, *WRONG_OF_BODIES])
+@pytest.mark.parametrize("field", WRONG | WRONG_OF_BODIES)
 async def test_every_door_has_the_limits_of_the_fields(field: str) -> None:
     good = {"prompt": PROMPT, "max_tokens": 9}
     for role in ("both", "prefill", "decode"):
