@@ -25,7 +25,6 @@ from tests.support.launchers import (
     run_forked,
     run_together,
     srun,
-    torchrun,
 )
 
 needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="mpirun and mpi4py of extra `mpi` are not installed")
@@ -86,21 +85,15 @@ def check_met(lines: list[dict[str, Any]], local_ranks: list[int], launcher: str
         assert f"{env['LOCAL_WORLD_SIZE']} of them on this host" in line["origin"]
 
 
-def test_torchrun() -> None:
-    lines = read_lines(run_together([(torchrun(MEET, 2), {"TORCH_FR_BUFFER_SIZE": "7"})]))
-    check_met(lines, [0, 1], "torchrun")
-    kept = {
-        "TORCH_FR_BUFFER_SIZE": "7",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-    }  # the user's setting is kept, the rest is turned on
-    assert all(kept.items() <= line["environment"].items() for line in lines)
-
-
 def test_srun() -> None:
     """Two tasks on one node and one on another meet on a port derived from the job."""
-    lines = read_lines(run_forked(srun(MEET, [2, 1], "localhost,elsewhere")))
+    tasks = srun(MEET, [2, 1], "localhost,elsewhere", TORCH_FR_BUFFER_SIZE="7")
+    lines = read_lines(run_forked(tasks))
     check_met(lines, [0, 1, 0], "srun")
     assert [line["environment"]["LOCAL_WORLD_SIZE"] for line in lines] == ["2", "2", "1"]
+    # The user's setting is kept, the rest is turned on.
+    kept = {"TORCH_FR_BUFFER_SIZE": "7", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    assert all(kept.items() <= line["environment"].items() for line in lines)
 
 
 def test_slurm_script(tmp_path: Path) -> None:

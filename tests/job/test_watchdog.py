@@ -38,6 +38,8 @@ from tests.support.watched_jobs import (
     sleep_with_the_interpreters_lock,
     stop_with_a_clock_ahead,
     take_turns_loading,
+    terminate_all,
+    terminate_and_die,
     with_fault,
 )
 
@@ -110,6 +112,16 @@ JOBS: dict[str, tuple[Callable[[], Ended], list[int], str]] = {  # -> exit codes
         partial(run, partial(with_fault, partial(send, signal.SIGTERM, 0), 1)),
         [143, 143],
         r"rank 0 was asked to stop \(SIGTERM\) in decode step 2: run the same command again",
+    ),
+    "all terminated": (
+        partial(run, partial(with_fault, terminate_all, 1)),
+        [143, 143],
+        r"rank [01] was asked to stop \(SIGTERM\) in decode step 2: run the same command again",
+    ),
+    "terminated after a death": (
+        partial(run, partial(with_fault, terminate_and_die, 1)),
+        [1, -9],
+        rf"rank 0 (lost .*|was asked to stop \(SIGTERM\).*) in decode step 2: {MISSING}",
     ),
     "interrupted": (
         partial(run, partial(with_fault, partial(send, signal.SIGINT, 1), 1), 3),

@@ -27,7 +27,7 @@ from dcpmla.serving.messages import Started
 from dcpmla.serving.prompts import Prompt
 from dcpmla.serving.structured import GrammarChecks
 from dcpmla.serving.tools import ToolUse
-from tests.serving.chat.answers import markers_of, stream
+from tests.serving.chat.answers import KINDS, markers_of, stream
 from tests.support.small_tokenizers import byte_level
 from tests.support.workers import worker_of
 
@@ -154,8 +154,10 @@ def read(name: str, text: str) -> tuple[str, str, list[dict[str, Any]]]:
     return reasoning, content, calls
 
 
-@pytest.mark.parametrize("is_special", [True, False])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "is_special"),
+    [*((name, True) for name in FORMATS), *(pytest.param(*each.values, False, marks=each.marks) for each in KINDS)],
+)
 def test_required_calls_are_read_by_the_parser(name: str, is_special: bool) -> None:
     tokenizer, names = tokenizer_of(name, is_special), list(SCHEMAS) + ["refresh"]
     use, one = ToolUse(TOOLS, required=names), ToolUse(TOOLS, False, ["weather"])
@@ -179,7 +181,7 @@ def test_required_calls_are_read_by_the_parser(name: str, is_special: bool) -> N
     assert len(names_read) > 1
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", KINDS)
 def test_strict_calls_come_after_any_text(name: str) -> None:
     """Without markup the answer is a text; with it, calls follow the schemas. The model may reason first."""
     opens = name != "kimi_k3"  # its prompts open the reasoning, or the content
@@ -262,7 +264,10 @@ def test_a_fault_has_its_path(name: str, schema: dict[str, Any], path: str, word
 CIRCLE = {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "required": ["a"]}
 
 
-@pytest.mark.parametrize("name", ["glm47", "deepseek_v32", "kimi_k3", "mistral"])
+@pytest.mark.parametrize(
+    "name",
+    ["glm47", "mistral", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("deepseek_v32", "kimi_k3"))],
+)
 @pytest.mark.parametrize("is_required", [True, False])
 @pytest.mark.parametrize(
     "schema",
@@ -306,7 +311,7 @@ def test_references_lead_into_the_function_s_schema(name: str) -> None:
     assert num_read
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", KINDS)
 def test_calls_of_functions_that_are_not_strict_are_free(name: str) -> None:
     """A schema that cannot be enforced is then no fault, and the parser reads what the grammar allows."""
     tools = tool(properties={"a": {"type": "array", "uniqueItems": True}}, anyOf=[{"required": ["a"]}])

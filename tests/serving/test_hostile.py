@@ -23,7 +23,7 @@ def leave(server: RunningServer, path: str, content: bytes) -> None:
         connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_hostile_requests_end(num_ranks: int, tmp_path: Path) -> None:
     body = {"prompt": QUESTION, "max_tokens": 4, "temperature": 0}
     with (

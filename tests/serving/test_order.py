@@ -24,7 +24,7 @@ from dcpmla.serving.replies import Reply, event
 from dcpmla.serving.responses_body import ResponsesBody
 from dcpmla.serving.responses_reply import ResponsesReply
 from dcpmla.serving.slices import slices
-from tests.serving.chat.answers import TEMPLATES, Call, cut, parser_of, render, some_calls
+from tests.serving.chat.answers import KINDS, TEMPLATES, Call, cut, parser_of, render, some_calls
 from tests.support.agent import WEATHER
 from tests.support.examples import few
 from tests.support.whole_answers import whole_of
@@ -130,7 +130,7 @@ ROUTES: dict[str, tuple[Any, Any, type, Callable[..., Blocks], dict[str, Any]]] 
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("name", [*FORMATS, "chained"])
+@pytest.mark.parametrize("name", [*KINDS, "chained"])
 @few
 @given(data=st.data())
 def test_blocks_come_as_they_were_written(name: str, route: str, data: st.DataObject) -> None:

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +20,6 @@ import psutil
 import pytest
 
 from dcpmla.serving.frontend import Frontend, listen
-from tests.support.forked_torchrun import start_torchrun
 from tests.support.launchers import ROOT, environment, free_port
 from tests.support.servers import NEEDLE, QUESTION, read_events, serve, wait_until_healthy
 
@@ -122,12 +122,14 @@ def job(tmp_path: Path) -> Iterator[Any]:
     start, *others = page((":8000", f":{port}"), ("--max-restarts", "--monitor-interval 0.2 --max-restarts"))
     name, *words = shlex.split(f"{start} {small}")
     assert name == "torchrun"
-    agent = start_torchrun(words, environment(), tmp_path / "output")
+    with (tmp_path / "output").open("wb") as output:
+        argv = [sys.executable, "-m", "torch.distributed.run", *words]
+        agent = psutil.Popen(argv, env=environment(), cwd=ROOT, stdout=output, stderr=output)
     yield agent, f"http://127.0.0.1:{port}", others
-    for process in psutil.Process(agent.pid).children(recursive=True) if agent.is_alive() else ():
+    for process in [*agent.children(recursive=True), agent]:
         process.kill()
-    agent.kill()
-    agent.join()
+    agent.wait()
+    assert "2 ranks, 2 of them on this host, started by torchrun, on CPUs" in (tmp_path / "output").read_text()
 
 
 def test_a_dead_rank_fails_all_requests_and_torchrun_starts_it_again(
@@ -135,16 +137,16 @@ def test_a_dead_rank_fails_all_requests_and_torchrun_starts_it_again(
 ) -> None:
     """And the page's commands work."""
     agent, url, (ask, use, *_) = job
-    wait_until_healthy(url, 90, agent.is_alive)
+    wait_until_healthy(url, 90, agent.is_running)
     # The first rank has children that serve HTTP.
-    (rank_1,) = (rank for rank in psutil.Process(agent.pid).children() if not rank.children())
+    (rank_1,) = (rank for rank in agent.children() if not rank.children())
     with Reader.reading(url, 8000) as running:
         rank_1.kill()
         killed = time.monotonic()
     last = json.loads(running.lines[-2].removeprefix("data: "))
     assert "error" in last, running.lines[-4:]
     assert (last["error"]["type"], last["error"]["code"]) == ("server_error", "rank_failed")
-    wait_until_healthy(url, 90, agent.is_alive)
+    wait_until_healthy(url, 90, agent.is_running)
     print(f"healthy {time.monotonic() - killed:.1f} s after the rank's death")
     if shutil.which("curl"):
         answer = subprocess.run(shlex.split(ask), capture_output=True, check=True, timeout=60).stdout

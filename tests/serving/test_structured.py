@@ -181,11 +181,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs", "both"),
     ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "where its grammar does"),
     ({"guided_json": {}}, "guided_json", "it is json in structured_outputs here"),
-    (
-        {"structured_outputs": {"json": {"multipleOf": 999_983, "type": "integer"}}},
-        "structured_outputs.json",
-        "too much",
-    ),
 ]
 
 
@@ -224,6 +219,7 @@ def test_a_hostile_schema_is_refused_after_a_bounded_time(server: RunningServer)
 
     refused, answered = asyncio.run(ask())
     assert (refused.status_code, answered.status_code) == (400, 200)
+    assert refused.json()["error"]["param"] == "structured_outputs.json"
     assert "it takes too much time or memory to compile" in refused.json()["error"]["message"]
 
 

@@ -1,6 +1,7 @@
 """Answers that a client does not read, reads slowly, or gets before it has sent the body."""
 
 import json
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -27,35 +28,38 @@ from tests.support.servers import KEY
 pytestmark = pytest.mark.usefixtures("within_limits")
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        request(LONG),
-        request(LONG).replace(b"\r\n", b"\r\nConnection: close\r\n", 1),
-        request(LONG, stream=True),
-        request(ENDLESS, stream=True),
-    ],
-)
-def test_an_answer_that_is_not_read(ranks: FakeRanks, data: bytes) -> None:
+UNREAD = [
+    request(LONG),
+    request(LONG).replace(b"\r\n", b"\r\nConnection: close\r\n", 1),
+    request(LONG, stream=True),
+    request(ENDLESS, stream=True),
+]
+
+
+def test_answers_that_are_not_read(ranks: FakeRanks) -> None:
     num_before = len(ranks.submitted)
-    connections = [ranks.connect(data, buffer=4096) for _ in range(4)]
-    wait_until(lambda: len(ranks.submitted) == num_before + 4, "the requests do not come")
+    connections = [ranks.connect(data, buffer=4096) for data in UNREAD for _ in range(2)]
+    wait_until(lambda: len(ranks.submitted) == num_before + len(connections), "the requests do not come")
     assert ranks.is_healthy()
     wait_until(lambda: ranks.num_connections() == 0, "answers are held")
     for connection in connections:
         connection.close()
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_slow_reader_gets_the_whole_answer(ranks: FakeRanks, stream: bool) -> None:
-    connection = ranks.connect(request(LONG, stream=stream), buffer=1 << 18)
+def read_slowly(connection: socket.socket) -> int:
+    """Read a long answer in 8 s, which is several times `send_seconds`; return the number of its bytes."""
     num_read = 0
-    while num_read < len(LONG_TEXT):
-        part = connection.recv(1 << 20)
-        assert part, f"the answer ends after {num_read} bytes"
+    while num_read < len(LONG_TEXT) and (part := connection.recv(1 << 20)):
         num_read += len(part)
-        time.sleep(len(part) / (1 << 20))  # 8 s, several times `send_seconds`
+        time.sleep(len(part) / (1 << 20))
     connection.close()
+    return num_read
+
+
+def test_slow_readers_get_the_whole_answer(ranks: FakeRanks) -> None:
+    connections = [ranks.connect(request(LONG, stream=stream), buffer=1 << 18) for stream in (False, True)]
+    with ThreadPoolExecutor(2) as pool:
+        assert all(num_read >= len(LONG_TEXT) for num_read in pool.map(read_slowly, connections))
 
 
 def test_a_slow_stream_and_kept_connections(ranks: FakeRanks) -> None:
