@@ -13,36 +13,26 @@ from tests.support.commands import generate, mistake
 pytestmark = pytest.mark.usefixtures("one_process_on_cpu")
 
 
-@pytest.mark.parametrize(
-    ("name", "replace", "message"),
-    [
-        (
-            "model.layers.1.self_attn.q_b_proj.weight",
-            None,
-            "model.layers.1.self_attn: checkpoint: tensor q_b_proj.weight is missing",
-        ),
-        (
-            "model.layers.0.self_attn.kv_b_proj.weight",
-            torch.zeros(3, 16),
-            "tensor model.layers.0.self_attn.kv_b_proj.weight has shape (3, 16); the model's config asks for (288, 16)",
-        ),
-        (
-            "model.layers.0.self_attn.q_b_proj.weight",
-            torch.zeros(384, 24, dtype=torch.int8),
-            "tensor model.layers.0.self_attn.q_b_proj.weight has dtype I8, but there are no scales",
-        ),
-        (
-            "model.layers.0.mlp.up_proj.weight",
-            None,
-            "checkpoint: tensor model.layers.0.mlp.up_proj.weight is missing",
-        ),
-        (
-            "model.norm.weight",
-            torch.zeros(47),
-            "checkpoint: tensor model.norm.weight has shape (47,); the model's config asks for (48,)",
-        ),
-    ],
-)
+LAYER_0, LAYER_1 = "model.layers.0.self_attn", "model.layers.1.self_attn"
+UP = "model.layers.0.mlp.up_proj.weight"
+BROKEN_TENSORS: list[tuple[str, torch.Tensor | None, str]] = [
+    (f"{LAYER_1}.q_b_proj.weight", None, f"{LAYER_1}: checkpoint: tensor q_b_proj.weight is missing"),
+    (
+        f"{LAYER_0}.kv_b_proj.weight",
+        torch.zeros(3, 16),
+        f"tensor {LAYER_0}.kv_b_proj.weight has shape (3, 16); the model's config asks for (288, 16)",
+    ),
+    (
+        f"{LAYER_0}.q_b_proj.weight",
+        torch.zeros(384, 24, dtype=torch.int8),
+        f"tensor {LAYER_0}.q_b_proj.weight has dtype I8, but there are no scales",
+    ),
+    (UP, None, f"checkpoint: tensor {UP} is missing"),
+    ("model.norm.weight", torch.zeros(47), "model.norm.weight has shape (47,); the model's config asks for (48,)"),
+]
+
+
+@pytest.mark.parametrize(("name", "replace", "message"), BROKEN_TENSORS)
 def test_broken_checkpoints(
     name: str,
     replace: torch.Tensor | None,

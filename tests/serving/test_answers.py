@@ -1,4 +1,4 @@
-"""Numbers in answers that JSON does not have, errors of the model, and what conversations become, without a server."""
+"""Numbers in answers that JSON does not have, and what conversations become, without a server."""
 
 import asyncio
 import json
@@ -13,8 +13,6 @@ from dcpmla.serving.background import Prepared
 from dcpmla.serving.chat_answers import ChatAnswers
 from dcpmla.serving.chat_body import ChatBody
 from dcpmla.serving.chats import Chats
-from dcpmla.serving.client import _check
-from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Output, Started
 from dcpmla.serving.prompts import Prompt
 from dcpmla.serving.protocol import parse
@@ -49,18 +47,6 @@ def test_no_number_is_outside_of_json(kind: Any, value: float) -> None:
         assert "-0.5" in numbers
     with pytest.raises(ValueError, match="JSON"):
         list(event({"x": math.nan}))
-
-
-def test_errors_of_the_model_are_named() -> None:
-    outputs = {
-        Output(0, finish_reason="error", error="logits are NaN"): (500, "logits are NaN", "model_error"),
-        Output(0, finish_reason="error"): (500, "a rank of the server has failed", "rank_failed"),
-        Output(0, error="prompt is empty"): (400, "prompt is empty", None),
-    }
-    for output, (status, words, code) in outputs.items():
-        with pytest.raises(ApiError, match=words) as raised:
-            _check(output)
-        assert (raised.value.status, raised.value.code) == (status, code)
 
 
 def rendered(**fields: Any) -> str:

@@ -68,28 +68,6 @@ def test_ends(client: Any, scripted: RunningScript) -> None:
     assert scripted.prompt.endswith("<|assistant|>It is")
 
 
-@pytest.mark.parametrize("step", [1, 3, 100])
-def test_events(client: Any, scripted: RunningScript, step: int) -> None:
-    scripted.step = step
-    events = list(ask(client, tools=TOOLS, stream=True))
-    with client.messages.stream(model="scripted", messages=[USER], max_tokens=500, tools=TOOLS) as stream:
-        final = stream.get_final_message()
-    scripted.step = 1
-    names = [event.type for event in events if event.type != "content_block_delta"]
-    blocks = ["content_block_start", "content_block_stop"] * 4
-    assert [name for name in names if name != "ping"] == ["message_start", *blocks, "message_delta", "message_stop"]
-    deltas = [event.delta for event in events if event.type == "content_block_delta"]
-    order = ["thinking_delta", "signature_delta", "text_delta", "input_json_delta"]
-    assert list(dict.fromkeys(delta.type for delta in deltas)) == order
-    whole = ask(client, tools=TOOLS)
-    assert (whole.stop_reason, kinds(whole)) == ("tool_use", ["thinking", "text", "tool_use", "tool_use"])
-    assert [block.input for block in whole.content[2:]] == [{"city": "Bärlin"}, {"city": "Rome"}]
-    assert (final.stop_reason, kinds(final)) == ("tool_use", kinds(whole))
-    assert [block.input for block in final.content[2:]] == [block.input for block in whole.content[2:]]
-    assert (final.content[0].thinking, final.content[1].text) == ("two cities", "I look. ")
-    assert final.usage.output_tokens == whole.usage.output_tokens == events[-2].usage.output_tokens
-
-
 @pytest.mark.parametrize("streams", [False, True])
 def test_an_agent_of_three_turns(client: Any, scripted: RunningScript, streams: bool) -> None:
     """It sends back all blocks, as Claude Code does, which marks blocks for the cache."""

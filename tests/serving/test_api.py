@@ -70,22 +70,6 @@ def test_prompts_of_all_kinds_and_several_choices(client: openai.OpenAI, referen
     assert texts == [choice.text for choice in again.choices]
 
 
-def test_streams(client: openai.OpenAI) -> None:
-    stream = client.completions.create(
-        prompt=QUESTION, max_tokens=4, stream=True, stream_options={"include_usage": True}, n=2, **GREEDY
-    )
-    texts, reasons, usage = ["", ""], [None, None], None
-    for chunk in stream:
-        usage = chunk.usage
-        for choice in chunk.choices:
-            texts[choice.index] += choice.text
-            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
-    assert texts == ["123 123 123 123"] * 2
-    assert reasons == ["length", "length"]
-    assert usage is not None
-    assert usage.completion_tokens == 8
-
-
 def test_a_chat_streamed_and_whole(client: openai.OpenAI) -> None:
     messages: list[Any] = [
         {"role": "system", "content": "amber-ant 123; "},

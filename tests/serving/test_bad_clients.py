@@ -1,10 +1,8 @@
 """Clients that are mistaken, slow, rude or hostile: each gets its error, and nobody else notices."""
 
 import json
-import socket
 from contextlib import suppress
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx2
 import pytest
@@ -71,26 +69,6 @@ def test_wrong_keys_names_and_routes(server: RunningServer, check: None) -> None
         assert client.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
         assert client.get("/v1/completions").status_code == 405
     assert KEY not in server.log()
-
-
-def test_slow_and_half_open_connections(server: RunningServer, check: None) -> None:
-    """They hold their sockets and nothing else: the check answers while they are open."""
-    address = urlsplit(server.url)
-    request = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 100\r\n\r\n"
-    body = json.dumps({"prompt": "amber-ant?", "max_tokens": 2000, "ignore_eos": True, "stream": True})
-    starts = [b"", b"POST /v1/comp", request.encode(), request.encode() + b'{"prompt"', b"\x16\x03\x01\x02\x00" * 20]
-    starts.append(request.replace("100", str(len(body))).encode() + body.encode())  # and never reads
-    sockets = [socket.create_connection((address.hostname, address.port)) for _ in range(6) for _ in starts]
-    for number, connection in enumerate(sockets):
-        connection.sendall(starts[number % len(starts)])
-    answer = httpx2.post(f"{server.url}/v1/completions", json=GOOD, headers=AUTHORIZED, timeout=60).json()
-    assert answer["choices"][0]["text"] == "123"
-    with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
-        connection.sendall(b"GET / HTTP/1.1\r\n" + b"x-long: " + b"y" * 200_000)
-        with suppress(ConnectionResetError):
-            assert not connection.recv(1000)
-    for connection in sockets:
-        connection.close()
 
 
 JSON = st.recursive(

@@ -21,13 +21,12 @@ from dcpmla.serving.answer_grammars import AnswerGrammars
 from dcpmla.serving.background import Prepared
 from dcpmla.serving.call_grammar import GrammarWriter, either, sequence
 from dcpmla.serving.chat.formats import FORMATS
-from dcpmla.serving.chat.parser import MarkupParser
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Started
 from dcpmla.serving.prompts import Prompt
 from dcpmla.serving.structured import GrammarChecks
 from dcpmla.serving.tools import ToolUse
-from tests.serving.chat.answers import KINDS, markers_of, stream
+from tests.serving.chat.answers import KINDS, markers_of, parser_of, stream
 from tests.support.small_tokenizers import byte_level
 from tests.support.workers import worker_of
 
@@ -147,8 +146,7 @@ def opening_of(name: str) -> str:
 
 def read(name: str, text: str) -> tuple[str, str, list[dict[str, Any]]]:
     """Return the reasoning, the content and the calls of an answer, whose arguments must be valid."""
-    parser = MarkupParser(FORMATS[name], TOOLS, in_reasoning=False, parses_calls=True, parses_reasoning=True)
-    reasoning, content, calls = stream(parser, [text])
+    reasoning, content, calls = stream(parser_of(name, TOOLS), [text])
     for call in calls:
         VALIDATORS[call["name"]].validate(json.loads(call["arguments"]))
     return reasoning, content, calls
@@ -302,10 +300,7 @@ def test_references_lead_into_the_function_s_schema(name: str) -> None:
     validator, num_read = jsonschema.Draft202012Validator({"type": "object", **schema}), 0
     for seed in range(12):
         if text := written(tokenizer_of(name), grammar, seed):
-            parser = MarkupParser(
-                FORMATS[name], tool(**schema), in_reasoning=False, parses_calls=True, parses_reasoning=True
-            )
-            (call,) = stream(parser, [text])[2]
+            (call,) = stream(parser_of(name, tool(**schema)), [text])[2]
             validator.validate(json.loads(call["arguments"]))
             num_read += 1
     assert num_read
@@ -317,12 +312,8 @@ def test_calls_of_functions_that_are_not_strict_are_free(name: str) -> None:
     tools = tool(properties={"a": {"type": "array", "uniqueItems": True}}, anyOf=[{"required": ["a"]}])
     grammar = grammar_of(name, ToolUse(tools, strict={"list": True}))
     begun = opening_of(name) + "f"
-    parsers = (
-        MarkupParser(FORMATS[name], tools, in_reasoning=False, parses_calls=True, parses_reasoning=True)
-        for _ in range(9)
-    )
     texts = (written(tokenizer_of(name), grammar, seed, begun) for seed in range(9))
-    calls = [stream(parser, [text])[2] for text, parser in zip(texts, parsers, strict=True) if text]
+    calls = [stream(parser_of(name, tools), [text])[2] for text in texts if text]
     assert calls
     assert all(isinstance(json.loads(call["arguments"]), dict) for each in calls for call in each)
 

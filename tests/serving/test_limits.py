@@ -89,6 +89,7 @@ def test_dripping_bytes_and_silence(ranks: FakeRanks) -> None:
     dripping = [(ranks.connect(start), piece) for start, piece in DRIPPING]
     with ThreadPoolExecutor(len(dripping)) as pool:
         sent = pool.map(lambda each: send_until_closed(*each, LATE * 10 * len(each[1]), 0.1), dripping)
+        ask_well(ranks)
     for (connection, piece), num_sent in zip(dripping, sent, strict=True):
         assert num_sent < LATE * 10 * len(piece), piece
         assert is_closed(connection)

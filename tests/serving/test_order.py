@@ -73,6 +73,11 @@ def of_messages(client: Any, streams: bool, **body: Any) -> Blocks:
     if streams:
         with client.messages.stream(**body) as stream:
             message = stream.get_final_message()
+        events = [event for event in client.messages.create(**body, stream=True) if event.type != "ping"]
+        names = [event.type for event in events if event.type != "content_block_delta"]
+        blocks_alone = ["content_block_start", "content_block_stop"] * len(message.content)
+        assert names == ["message_start", *blocks_alone, "message_delta", "message_stop"]
+        assert events[-2].usage.output_tokens == message.usage.output_tokens
     else:
         message = client.messages.create(**body)
     blocks: Blocks = []
@@ -85,14 +90,28 @@ def of_messages(client: Any, streams: bool, **body: Any) -> Blocks:
     return blocks
 
 
+ITEMS = ("added", "done")
+PART = ("output_item.added", "content_part.added", "NAME.done", "content_part.done", "output_item.done")
+EVENTS = {  # of an item
+    "reasoning": [name.replace("NAME", "reasoning_text") for name in PART],
+    "message": [name.replace("NAME", "output_text") for name in PART],
+    "function_call": ["output_item.added", "function_call_arguments.done", "output_item.done"],
+}
+
+
 def of_responses(client: Any, streams: bool, **body: Any) -> Blocks:
     """Return the blocks that OpenAI's client reads from items; a stream's events agree with the items at its end."""
     done = client.responses.create(**body, stream=streams)
     if streams:
         events = list(done)
-        added = [each.item for each in events if each.type == "response.output_item.added"]
+        added, ended = ([each.item for each in events if each.type == f"response.output_item.{name}"] for name in ITEMS)
         done = events[-1].response
         assert [(item.id, item.type) for item in added] == [(item.id, item.type) for item in done.output]
+        assert [item.model_dump() for item in ended] == [item.model_dump() for item in done.output]
+        assert [each.sequence_number for each in events] == list(range(len(events)))
+        names = [each.type.removeprefix("response.") for each in events if not each.type.endswith("delta")]
+        of_items = [name for item in done.output for name in EVENTS[item.type]]
+        assert names == ["created", "in_progress", *of_items, "completed"]
         for number, item in enumerate(done.output):
             deltas = [each.delta for each in events if "delta" in each.type and each.output_index == number]
             assert "".join(deltas) == (item.arguments if item.type == "function_call" else item.content[0].text)

@@ -64,45 +64,6 @@ def test_an_answer_that_is_cut(client: openai.OpenAI) -> None:
     assert events[-2].item.status == "incomplete"
 
 
-@pytest.mark.parametrize("step", [1, 3, 100])
-def test_events(client: openai.OpenAI, scripted: RunningScript, step: int) -> None:
-    scripted.step = step
-    events = list(ask(client, tools=TOOLS, input=[{"role": "user", "content": "hi"}], stream=True))
-    scripted.step = 1
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    names = [event.type.removeprefix("response.") for event in events]
-    assert list(dict.fromkeys(names[:10]))[:5] == [
-        "created",
-        "in_progress",
-        "output_item.added",
-        "content_part.added",
-        "reasoning_text.delta",
-    ]
-    without_deltas = [name for name in names if not name.endswith("delta")]
-    call_events = ["output_item.added", "function_call_arguments.done", "output_item.done"]
-    text_events = ["output_item.added", "content_part.added", "NAME.done", "content_part.done", "output_item.done"]
-    assert without_deltas == [
-        "created",
-        "in_progress",
-        *[name.replace("NAME", "reasoning_text") for name in text_events],
-        *[name.replace("NAME", "output_text") for name in text_events],
-        *call_events,
-        *call_events,
-        "completed",
-    ]
-    whole = ask(client, tools=TOOLS, input=[{"role": "user", "content": "hi"}])
-    final = events[-1].response
-    assert kinds(final.output) == kinds(whole.output) == ["reasoning", "message", "function_call", "function_call"]
-    for item, other in zip(final.output, whole.output, strict=True):
-        changed = {"id": "", "call_id": ""}
-        assert {**item.model_dump(), **changed} == {**other.model_dump(), **changed}
-    assert final.usage == whole.usage
-    done = [event.item for event in events if event.type == "response.output_item.done"]
-    assert [item.model_dump() for item in done] == [item.model_dump() for item in final.output]
-    arguments = "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta")
-    assert arguments == "".join(item.arguments for item in final.output[2:])
-
-
 def test_the_client_s_own_stream(client: openai.OpenAI) -> None:
     with client.responses.stream(model="scripted", input="hi", tools=TOOLS, store=False) as stream:
         snapshots = [event.snapshot for event in stream if event.type == "response.output_text.delta"]

@@ -25,22 +25,21 @@ def gpt(server: RunningServer) -> Any:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=60)
 
 
-def completions(server: RunningServer, salt: str, streams: bool) -> Usage:
+def of_choices(create: Any, salt: str, streams: bool, **asked: Any) -> Usage:
     options = {"stream_options": {"include_usage": True}} if streams else {}
-    fields: dict[str, Any] = {**options, "extra_body": {"cache_salt": salt}}
-    done = gpt(server).completions.create(model="needle", prompt=PROMPT, max_tokens=3, stream=streams, **fields)
+    done = create(model="needle", max_tokens=3, stream=streams, extra_body={"cache_salt": salt}, **options, **asked)
     usage = [*done][-1].usage if streams else done.usage
     return usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens
+
+
+def completions(server: RunningServer, salt: str, streams: bool) -> Usage:
+    return of_choices(gpt(server).completions.create, salt, streams, prompt=PROMPT)
 
 
 def chat(server: RunningServer, salt: str, streams: bool) -> Usage:
-    options = {"stream_options": {"include_usage": True}} if streams else {}
-    fields: dict[str, Any] = {**options, "extra_body": {"cache_salt": salt}}
-    messages = [{"role": "user", "content": PROMPT}]
-    create = gpt(server).chat.completions.create
-    done = create(model="needle", messages=messages, max_tokens=3, stream=streams, **fields)
-    usage = [*done][-1].usage if streams else done.usage
-    return usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens
+    return of_choices(
+        gpt(server).chat.completions.create, salt, streams, messages=[{"role": "user", "content": PROMPT}]
+    )
 
 
 def responses(server: RunningServer, salt: str, streams: bool) -> Usage:

@@ -20,18 +20,8 @@ from tests.support.ranks import start_process
 ROOT = Path(__file__).parents[2]
 MEET = [str(ROOT / "tests" / "support" / "meet.py"), "60"]
 GENERATE = ["-m", "dcpmla", "generate"]
-_PREFIXES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_",
-    "GROUP_",
-    "MASTER_",
-    "SLURM_",
-    "OMPI_",
-    "PMI",
-    "MPI_",
-    "TORCH_",
-    "TORCHELASTIC_",
+_PREFIXES = tuple(
+    ["RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "SLURM_", "OMPI_", "PMI", "MPI_", "TORCH_", "TORCHELASTIC_"]
 )
 
 Command = tuple[Sequence[object], Mapping[str, str]]  # argv, variables on top of `environment()`
@@ -221,25 +211,12 @@ def two_hosts() -> Iterator[tuple["Host", "Host"]]:
     hosts = Host(f"dcpmla{os.getpid()}a", "10.213.7.1"), Host(f"dcpmla{os.getpid()}b", "10.213.7.2")
     try:
         for host in hosts:
-            _ip("netns", "add", host.name)
-        _ip(
-            "link",
-            "add",
-            "cable",
-            "netns",
-            hosts[0].name,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "cable",
-            "netns",
-            hosts[1].name,
-        )
+            _ip(f"netns add {host.name}")
+        _ip(f"link add cable netns {hosts[0].name} type veth peer name cable netns {hosts[1].name}")
         for host in hosts:
-            _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", "cable")
+            _ip(f"-n {host.name} address add {host.address}/24 dev cable")
             for device in ("lo", "cable"):
-                _ip("-n", host.name, "link", "set", device, "up")
+                _ip(f"-n {host.name} link set {device} up")
         yield hosts
     finally:
         for host in hosts:
@@ -260,7 +237,7 @@ class Host:
         return ["ip", "netns", "exec", self.name, *argv], {**env, "GLOO_SOCKET_IFNAME": "cable"}
 
 
-def _ip(*arguments: str) -> None:
-    result = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+def _ip(command: str) -> None:
+    result = subprocess.run(["ip", *command.split()], capture_output=True, text=True, check=False)
     if result.returncode:
-        raise OSError(f"ip {' '.join(arguments)}: {result.stderr.strip()}")
+        raise OSError(f"ip {command}: {result.stderr.strip()}")

@@ -1,6 +1,7 @@
 """Answers as the families' templates write them, with tools, calls and texts for the parsers of answers."""
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -127,10 +128,10 @@ def markers_of(name: str) -> list[str]:
     return [text for text in texts if len(text) > 1]
 
 
-def parser_of(name: str, **options: Any) -> MarkupParser:
+def parser_of(name: str, tools: Sequence[dict[str, Any]] = TOOLS, **options: Any) -> MarkupParser:
     """Return a parser that reads everything, of an answer outside the reasoning."""
     defaults = {"in_reasoning": False, "parses_calls": True, "parses_reasoning": True}
-    return MarkupParser(FORMATS[name], TOOLS, **{**defaults, **options})
+    return MarkupParser(FORMATS[name], tools, **{**defaults, **options})
 
 
 def cut(text: str, sizes: list[int]) -> list[str]:
