@@ -25,6 +25,7 @@ from tests.support.launchers import (
     run_forked,
     run_together,
     srun,
+    torchrun,
 )
 
 needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="mpirun and mpi4py of extra `mpi` are not installed")
@@ -74,15 +75,21 @@ def check_met(lines: list[dict[str, Any]], local_ranks: list[int], launcher: str
         assert line["origin"] == f"{size} ranks, {here}, started by {launcher}, on CPUs"
 
 
-def test_srun() -> None:
-    """Two tasks on one node and one on another meet on a port derived from the job."""
-    tasks = srun(MEET, [2, 1], "localhost,elsewhere", TORCH_FR_BUFFER_SIZE="7")
-    lines = read_lines(run_forked(tasks))
-    check_met(lines, [0, 1, 0], "srun")
-    assert [line["environment"]["LOCAL_WORLD_SIZE"] for line in lines] == ["2", "2", "1"]
+def test_torchrun() -> None:
+    """Its agent keeps the store when it starts the ranks again."""
+    agent = torchrun(MEET, 2, "--standalone", "--max-restarts", 1, "--monitor-interval", 0.2)
+    lines = read_lines(run_together([(agent, {"TORCH_FR_BUFFER_SIZE": "7", "FAILS": "1"})]))
+    check_met(lines, [0, 1], "torchrun")
     # The user's setting is kept, the rest is turned on.
     kept = {"TORCH_FR_BUFFER_SIZE": "7", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     assert all(kept.items() <= line["environment"].items() for line in lines)
+
+
+def test_srun() -> None:
+    """Two tasks on one node and one on another meet on a port derived from the job."""
+    lines = read_lines(run_forked(srun(MEET, [2, 1], "localhost,elsewhere")))
+    check_met(lines, [0, 1, 0], "srun")
+    assert [line["environment"]["LOCAL_WORLD_SIZE"] for line in lines] == ["2", "2", "1"]
 
 
 def test_slurm_script(tmp_path: Path) -> None:

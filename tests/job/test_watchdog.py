@@ -100,7 +100,7 @@ FAULTS = {
     ),
     "all terminated": Case(terminate_all, 1, [143, 143], rf"rank [01] was asked to stop \(SIGTERM\) {STEP_2}: {AGAIN}"),
     "terminated after a death": Case(
-        terminate_and_die, 1, [1, -9], rf"rank 0 (lost .*|was asked to stop \(SIGTERM\).*) {STEP_2}: {MISSING}"
+        terminate_and_die, 1, [143, -9], rf"rank 0 was asked to stop \(SIGTERM\) {STEP_2}: {MISSING}"
     ),
     "interrupted": Case(
         partial(send, signal.SIGINT, 1), 1, [130] * 3, rf"rank 1 was asked to stop \(SIGINT\) {STEP_2}: {AGAIN}"

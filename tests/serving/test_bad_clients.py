@@ -1,15 +1,11 @@
 """Clients that are mistaken, slow, rude or hostile: each gets its error, and nobody else notices."""
 
 import json
-from contextlib import suppress
 from typing import Any
 
 import httpx2
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from dcpmla.serving.chat_body import ChatBody
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.protocol import CompletionBody, parse
 from tests.support.servers import KEY, QUESTION, RunningServer
@@ -69,22 +65,6 @@ def test_wrong_keys_names_and_routes(server: RunningServer, check: None) -> None
         assert client.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
         assert client.get("/v1/completions").status_code == 405
     assert KEY not in server.log()
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=8,
-)
-NAMES = st.sampled_from([*CompletionBody.model_fields, *ChatBody.model_fields, "logit_bias", "tools", "x"])
-
-
-@given(fields=st.dictionaries(NAMES, JSON, max_size=6), is_chat=st.booleans())
-def test_any_json_is_a_body_or_an_error(fields: dict[str, Any], is_chat: bool) -> None:
-    kind: Any = ChatBody if is_chat else CompletionBody
-    with suppress(ApiError):
-        body = parse(kind, json.dumps(fields).encode())
-        body.params(max(1, body.max_tokens or 1), None, None)
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch.distributed as dist
 
 from tests.support import faulty
-from tests.support.launchers import unattended
+from tests.support.launchers import restarting, unattended
 from tests.support.ranks import start_process
 from tests.support.watched_jobs import is_stopped, process_status
 
@@ -108,17 +107,10 @@ def direct(
 
 
 def restarted(model: Path, fault: dict[str, Any]) -> list[Ended]:
-    """Start two ranks twice, as torchrun's agent does, which keeps the job's store; the fault comes the first time."""
-    with tempfile.TemporaryDirectory() as directory:
+    """Start two ranks twice, as torchrun's agent does; the fault comes the first time."""
+    with tempfile.TemporaryDirectory() as directory, restarting() as starts:
         job, environments = Job(Path(directory), IDS), [env for _, env in unattended([], 2)]
-        store = dist.TCPStore("localhost", int(environments[0]["MASTER_PORT"]), is_master=True, wait_for_workers=False)
-        ends = []
-        for number in range(2):
-            agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(number)}
-            ranks = [{**env, **agent, "TORCHELASTIC_RUN_ID": "a"} for env in environments]
-            ends.append(_run(job, ranks, job.arguments(model), fault))
-        del store
-        return ends
+        return [_run(job, [{**env, **agent} for env in environments], job.arguments(model), fault) for agent in starts]
 
 
 def _run(

@@ -15,13 +15,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from tests.support.ranks import start_process
 
 ROOT = Path(__file__).parents[2]
 MEET = [str(ROOT / "tests" / "support" / "meet.py"), "60"]
 GENERATE = ["-m", "dcpmla", "generate"]
-_PREFIXES = tuple(
-    ["RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "SLURM_", "OMPI_", "PMI", "MPI_", "TORCH_", "TORCHELASTIC_"]
+_PREFIXES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "GROUP_",
+    "MASTER_",
+    "SLURM_",
+    "OMPI_",
+    "PMI",
+    "MPI_",
+    "TORCH_",
+    "TORCHELASTIC_",
 )
 
 Command = tuple[Sequence[object], Mapping[str, str]]  # argv, variables on top of `environment()`
@@ -154,6 +166,16 @@ def unattended(program: Sequence[object], num_ranks: int) -> list[Command]:
         ([sys.executable, *program], {name: str(value) for name, value in environment.items()})
         for environment in environments
     ]
+
+
+@contextmanager
+def restarting() -> Iterator[list[dict[str, str]]]:
+    """Keep a job's store, as torchrun's agent does; yield the variables of its ranks at the first and second start."""
+    port = free_port()
+    store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+    agent = {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "a"}
+    yield [{**agent, "TORCHELASTIC_RESTART_COUNT": str(number)} for number in range(2)]
+    del store
 
 
 def mpirun(program: Sequence[object], num_ranks: int, *options: object) -> list[object]:

@@ -69,12 +69,13 @@ class RunningServer:
 
 @contextmanager
 def serve(
-    directory: Path, model: Path, num_ranks: int, *options: object, port: int | None = None
+    directory: Path, model: Path, num_ranks: int, *options: object, port: int | None = None, **more: str
 ) -> Iterator[RunningServer]:
     """Serve a model on ranks of CPUs that share one cache; yield once it is healthy. No process is left running.
 
     Args:
         port: Port to listen on; None for one that is free.
+        more: Variables of all ranks.
     """
     port = port or free_port()
     sizes = ["-tp", num_ranks, "-dcp", num_ranks, "--device", "cpu", "--block-size", 16, "--port", port]
@@ -83,7 +84,7 @@ def serve(
     for rank, (argv, env) in enumerate(unattended(program, num_ranks)):
         paths = [directory / f"{name} {port} {rank}" for name in ("out", "err")]
         logs += paths
-        processes.append(start_process(run_program, ([*map(str, argv[1:])], {**environment(), **env}, *paths)))
+        processes.append(start_process(run_program, ([*map(str, argv[1:])], {**environment(), **env, **more}, *paths)))
     server = RunningServer(f"http://127.0.0.1:{port}", processes, logs)
     try:
         wait_until_healthy(server.url, 90, lambda: all(process.is_alive() for process in processes), server.log)
