@@ -12,9 +12,9 @@ from dcpmla.serving.connections import Limits
 from dcpmla.serving.messages import Started
 from dcpmla.serving.settings import Settings
 from tests.support.agent import TEMPLATE, answer
-from tests.support.fake_ranks import AT_ONCE, AUTHORIZED, FakeRanks, by_first_token, wait_until
+from tests.support.fake_ranks import AT_ONCE, FakeRanks, by_first_token, wait_until
 from tests.support.scripted import RunningScript, scripted_tokenizer, serve_script
-from tests.support.servers import KEY, MAX_MODEL_LEN, RunningServer, needle_with_template, serve
+from tests.support.servers import AUTHORIZED, KEY, MAX_MODEL_LEN, RunningServer, needle_with_template, serve
 
 LIMITS = Limits(head_seconds=2, body_seconds=4, send_seconds=2, total_bytes=24 << 20)
 MEMORY = 150 << 20  # bytes that a test may add to the process
@@ -52,6 +52,12 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
     options = [*OPTIONS.split(), "--max-model-len", MAX_MODEL_LEN]
     with serve(tmp_path_factory.mktemp("server"), model, 2, *options) as running:
         yield running
+
+
+@pytest.fixture(scope="package")
+def client(server: RunningServer) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=server.url, headers=AUTHORIZED, timeout=120) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="package")

@@ -8,9 +8,8 @@ import pytest
 
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.protocol import CompletionBody, parse
-from tests.support.servers import KEY, QUESTION, RunningServer
+from tests.support.servers import AUTHORIZED, KEY, QUESTION, RunningServer
 
-AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
 GOOD = {"prompt": QUESTION, "max_tokens": 1, "temperature": 0}
 
 
@@ -42,28 +41,26 @@ BROKEN = [
 ]
 
 
-def test_broken_bodies(server: RunningServer, check: None) -> None:
-    with httpx2.Client(base_url=server.url, headers=AUTHORIZED, timeout=60) as client:
-        for body in BROKEN:
-            response = client.post("/v1/completions", content=body)
-            assert response.status_code in (400, 429), body[:60]
-            assert response.json()["error"]["message"]
-        assert client.post("/v1/completions", content=b" " * (17 << 20)).status_code == 413
-        assert client.post("/tokenize", json={}).status_code == 400
-        assert client.post("/detokenize", json={"tokens": [99999999]}).status_code == 400
+def test_broken_bodies(client: Any, check: None) -> None:
+    for body in BROKEN:
+        response = client.post("/v1/completions", content=body)
+        assert response.status_code in (400, 429), body[:60]
+        assert response.json()["error"]["message"]
+    assert client.post("/v1/completions", content=b" " * (17 << 20)).status_code == 413
+    assert client.post("/tokenize", json={}).status_code == 400
+    assert client.post("/detokenize", json={"tokens": [99999999]}).status_code == 400
 
 
-def test_wrong_keys_names_and_routes(server: RunningServer, check: None) -> None:
+def test_wrong_keys_names_and_routes(client: Any, server: RunningServer, check: None) -> None:
     for key in ("", KEY, f"Bearer {KEY}x", f"bearer {KEY}", "Bearer \xe9"):
         for route in ("/v1/models", "/metrics", "/v1/completions", "/nowhere"):
             refused = httpx2.get(f"{server.url}{route}", headers={"Authorization": key.encode("latin-1")})
             assert refused.status_code == 401
             assert refused.json()["error"]["code"] == "invalid_api_key"
-    with httpx2.Client(base_url=server.url, headers=AUTHORIZED) as client:
-        wrong = client.post("/v1/completions", json={**GOOD, "model": "gpt-4"})
-        assert (wrong.status_code, wrong.json()["error"]["code"]) == (404, "model_not_found")
-        assert client.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
-        assert client.get("/v1/completions").status_code == 405
+    wrong = client.post("/v1/completions", json={**GOOD, "model": "gpt-4"})
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (404, "model_not_found")
+    assert client.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
+    assert client.get("/v1/completions").status_code == 405
     assert KEY not in server.log()
 
 

@@ -19,9 +19,9 @@ import httpx2
 import psutil
 import pytest
 
-from tests.support.fake_ranks import AUTHORIZED, wait_until
+from tests.support.fake_ranks import wait_until
 from tests.support.launchers import ROOT, free_port
-from tests.support.servers import NEEDLE, RunningServer, needle_with_template, read_events, serve
+from tests.support.servers import AUTHORIZED, NEEDLE, RunningServer, needle_with_template, read_events, serve
 
 PAGE = (ROOT / "docs" / "disaggregation.md").read_text()
 LINES = [line for block in re.findall(r"^```\n(.*?)^```$", PAGE, re.S | re.M) for line in block.splitlines()]
@@ -74,7 +74,7 @@ class Servers:
 
     def num_moved(self) -> float:
         name = 'kv_transfer_requests_total{direction="received",outcome="done"}'
-        return self.decode.metric(name, **AUTHORIZED)
+        return self.decode.metric(name)
 
     def prefill_processes(self) -> list[psutil.Process]:
         """Return the prefill server's processes: ranks, guard and HTTP."""
@@ -223,7 +223,7 @@ def test_a_client_that_goes_away_leaves_nothing(servers: Servers, num_facts: int
 
 def is_idle(server: RunningServer) -> bool:
     """Return whether nothing runs, and no blocks are held."""
-    return all(server.metric(name, **AUTHORIZED) == 0 for name in ("requests_running", "kv_cache_use"))
+    return all(server.metric(name) == 0 for name in ("requests_running", "kv_cache_use"))
 
 
 def test_a_prefill_server_that_is_stopped_killed_and_started_again(servers: Servers) -> None:
@@ -234,12 +234,12 @@ def test_a_prefill_server_that_is_stopped_killed_and_started_again(servers: Serv
     answers: list[Any] = []
     thread = threading.Thread(target=lambda: answers.append(ask(servers.decode, body)["choices"]))
     thread.start()
-    wait_until(lambda: servers.decode.metric("requests_running", **AUTHORIZED) == 1, servers.decode.log())
+    wait_until(lambda: servers.decode.metric("requests_running") == 1, servers.decode.log())
     for process in servers.prefill_processes():
         process.kill()
     thread.join()
     assert json.dumps(answers) == json.dumps([expected])
-    assert servers.decode.metric("kv_transfer_local_prefills_total", **AUTHORIZED) >= 1
+    assert servers.decode.metric("kv_transfer_local_prefills_total") >= 1
     ask(servers.decode, {"prompt": prompt(), "max_tokens": 2})  # without any prefill server
     servers.start()
     servers.wait_for_transfers()

@@ -7,17 +7,11 @@ import pytest
 import transformers
 
 import dcpmla
-from tests.support.servers import KEY, MAX_MODEL_LEN, QUESTION, RunningServer, read_events
+from tests.support.servers import MAX_MODEL_LEN, QUESTION, RunningServer, read_events
 
 GREEDY = {"prompt": QUESTION, "max_tokens": 3, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 2, "temperature": 0}
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
-
-
-@pytest.fixture(scope="module")
-def client(server: RunningServer) -> Any:
-    with httpx2.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=120) as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from dcpmla.serving.chat_body import ChatBody
 from dcpmla.serving.protocol import CompletionBody
 from tests.support.fake_ranks import (
     AT_ONCE,
-    AUTHORIZED,
     LATE,
     LONG,
     NEVER,
@@ -28,7 +27,7 @@ from tests.support.fake_ranks import (
     request,
     wait_until,
 )
-from tests.support.servers import read_events
+from tests.support.servers import AUTHORIZED, read_events
 
 pytestmark = pytest.mark.usefixtures("within_limits")
 

@@ -11,16 +11,15 @@ import httpx2
 import pytest
 
 from tests.support.launchers import run_forked, unattended
-from tests.support.servers import KEY, RunningServer, read_events
+from tests.support.servers import AUTHORIZED, RunningServer, read_events
 
-AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
 NUM_STREAMS = 100  # more than run at once
 
 
 def wait_for(server: RunningServer, name: str, value: float, seconds: float = 10) -> None:
     until = time.monotonic() + seconds
-    while server.metric(name, **AUTHORIZED) != value:
-        assert time.monotonic() < until, f"{name} is {server.metric(name, **AUTHORIZED)}"
+    while server.metric(name) != value:
+        assert time.monotonic() < until, f"{name} is {server.metric(name)}"
         time.sleep(0.05)
 
 
@@ -88,8 +87,8 @@ def test_every_answer_is_generate_s(server: RunningServer, model: Path, tmp_path
         assert answer == (text if leave is None else answer)
         assert leave is not None or answer is not None
     wait_for(server, "requests_running", 0)
-    assert server.metric("kv_cache_use", **AUTHORIZED) == 0
-    assert server.metric("requests_waiting", **AUTHORIZED) == 0
+    assert server.metric("kv_cache_use") == 0
+    assert server.metric("requests_waiting") == 0
 
 
 async def ask_and_leave(server: RunningServer, body: dict[str, Any]) -> None:
@@ -105,8 +104,8 @@ def test_a_client_that_goes_away_frees_its_blocks(server: RunningServer, is_stre
     """The request would take thousands of steps."""
     aborts = 'requests_total{finish_reason="abort"}'
     body = {"prompt": "amber-ant?", "max_tokens": 2000, "ignore_eos": True, "stream": is_stream, "n": 2}
-    num_aborted = server.metric(aborts, **AUTHORIZED)
+    num_aborted = server.metric(aborts)
     asyncio.run(ask_and_leave(server, body))
     wait_for(server, "requests_running", 0)
-    assert server.metric("kv_cache_use", **AUTHORIZED) == 0
+    assert server.metric("kv_cache_use") == 0
     wait_for(server, aborts, num_aborted + 2)

@@ -57,6 +57,15 @@ class Decoder:
     def submit(self, prompt: list[int]) -> Any:
         return self.there.engine.submit([prompt], PARAMS, 60)
 
+    @asynccontextmanager
+    async def wanting(self) -> AsyncIterator[Any]:
+        """Run a block with connected servers, one of which has begun a prefill that the ranks want."""
+        async with self.running():
+            with self.submit([1]) as generation:
+                self.want(generation, [1])
+                await self.here[0].wait_for(Submit)
+                yield generation
+
     def want(self, generation: Any, prompt: list[int]) -> int:
         """Let the ranks ask for another server's prefill of a request."""
         (request_id,) = generation.indices
@@ -156,30 +165,24 @@ async def test_a_request_that_ends_closes_its_connection() -> None:
 
 async def test_a_server_that_starts_again_is_connected_again() -> None:
     decoder = Decoder(answers=False)
-    async with decoder.running():
-        with decoder.submit([1]) as generation:
-            decoder.want(generation, [1])
-            await decoder.here[0].wait_for(Submit)
-            del decoder.network.apps["p0"]
-            await decoder.there.wait_for(Disconnect)
-            assert not (await decoder.there.wait_for(Lose)).is_local
-            decoder.want(generation, [1])  # no other server is left
-            assert (await decoder.there.wait_for(Lose, 2)).is_local
+    async with decoder.wanting() as generation:
+        del decoder.network.apps["p0"]
+        await decoder.there.wait_for(Disconnect)
+        assert not (await decoder.there.wait_for(Lose)).is_local
+        decoder.want(generation, [1])  # no other server is left
+        assert (await decoder.there.wait_for(Lose, 2)).is_local
         decoder.network.apps["p0"] = Ranks("again").app("prefill")
         assert (await decoder.there.wait_for(Connect, 2)).engine == "again"
-        with decoder.submit([2]) as generation:
-            decoder.want(generation, [2])
+        with decoder.submit([2]) as other:
+            decoder.want(other, [2])
             await decoder.there.wait_for(First)
 
 
 async def test_a_silent_server_is_lost() -> None:
     decoder = Decoder(answers=False)
-    async with decoder.running():
-        with decoder.submit([1]) as generation:
-            decoder.want(generation, [1])
-            await decoder.here[0].wait_for(Submit)
-            decoder.network.frozen.add("p0")
-            await decoder.there.wait_for(Lose)
+    async with decoder.wanting():
+        decoder.network.frozen.add("p0")
+        await decoder.there.wait_for(Lose)
         assert decoder.there.of(Disconnect) == [Disconnect("p0")]
         decoder.network.frozen.clear()
         assert (await decoder.there.wait_for(Connect, 2)).engine == "p0"

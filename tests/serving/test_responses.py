@@ -11,7 +11,7 @@ from dcpmla.serving.responses_body import messages_of
 from tests.support.agent import SUM, WEATHER, call, run
 from tests.support.agent_bodies import CODEX
 from tests.support.scripted import RunningScript
-from tests.support.servers import KEY
+from tests.support.servers import AUTHORIZED, KEY
 
 TOOLS: Any = [{"type": "function", "strict": False, **tool["function"]} for tool in (WEATHER, SUM)]
 
@@ -176,8 +176,7 @@ def test_what_is_refused(client: openai.OpenAI) -> None:
 
 
 def test_codex_with_its_default_settings(scripted: RunningScript) -> None:
-    headers = {"Authorization": f"Bearer {KEY}"}
-    answered = httpx2.post(f"{scripted.url}/v1/responses", json=CODEX, headers=headers)
+    answered = httpx2.post(f"{scripted.url}/v1/responses", json=CODEX, headers=AUTHORIZED)
     assert answered.status_code == 200, answered.text
     assert "event: response.completed" in answered.text
     prompt = scripted.prompt
@@ -205,8 +204,7 @@ def test_formats_and_required_calls_have_grammars(client: openai.OpenAI, scripte
 
 def test_errors_in_a_stream(mute: RunningScript) -> None:
     """The request's time is over."""
-    headers = {"Authorization": f"Bearer {KEY}"}
-    text = httpx2.post(f"{mute.url}/v1/responses", json={"input": "hi", "stream": True}, headers=headers).text
+    text = httpx2.post(f"{mute.url}/v1/responses", json={"input": "hi", "stream": True}, headers=AUTHORIZED).text
     name, data = text.strip().split("\n\n")[-1].split("\n")
     failed = json.loads(data.removeprefix("data: "))
     assert (name, failed["type"]) == ("event: response.failed", "response.failed")

@@ -5,7 +5,6 @@ import logging
 import re
 from typing import Any
 
-import httpx2
 import pytest
 
 from dcpmla.serving import unknown_fields
@@ -14,7 +13,7 @@ from dcpmla.serving.chat_body import ChatBody
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.protocol import CompletionBody, parse
 from dcpmla.serving.responses_body import ResponsesBody
-from tests.support.servers import KEY, QUESTION, RunningServer
+from tests.support.servers import QUESTION, RunningServer
 
 MESSAGES = [{"role": "user", "content": QUESTION}]
 GOOD: dict[str, dict[str, Any]] = {
@@ -81,12 +80,6 @@ TAKEN_ELSEWHERE = {
     "/v1/messages": {"container", "mcp_servers", "context_management"},
     "/v1/messages/count_tokens": {"container", "mcp_servers", "context_management"},
 }
-
-
-@pytest.fixture(scope="module")
-def client(server: RunningServer) -> Any:
-    with httpx2.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=120) as opened:
-        yield opened
 
 
 @pytest.mark.parametrize("path", GOOD)

@@ -10,7 +10,6 @@ import pytest
 
 from tests.support.fake_ranks import (
     AT_ONCE,
-    AUTHORIZED,
     ENDLESS,
     LATE,
     LONG,
@@ -23,7 +22,7 @@ from tests.support.fake_ranks import (
     request,
     wait_until,
 )
-from tests.support.servers import KEY
+from tests.support.servers import AUTHORIZED, KEY
 
 pytestmark = pytest.mark.usefixtures("within_limits")
 

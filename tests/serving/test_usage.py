@@ -67,12 +67,10 @@ def messages(server: RunningServer, salt: str, streams: bool) -> Usage:
 def test_what_reuse_saves(
     server: RunningServer, route: Callable[[RunningServer, str, bool], Usage], streams: bool
 ) -> None:
-    headers = {"Authorization": f"Bearer {KEY}"}
-
     def totals() -> dict[str, float]:
         times = [f"{name}_{kind}" for name in TIMES for kind in ("count", "sum")]
         names = ["prompt_tokens_total", "cached_prompt_tokens_total", *times]
-        return {name: server.metric(name, **headers) for name in names}
+        return {name: server.metric(name) for name in names}
 
     salt = f"{route.__name__} {streams}"
     before, started = totals(), time.monotonic()

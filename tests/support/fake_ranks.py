@@ -32,7 +32,6 @@ from dcpmla.serving.settings import Settings
 from tests.support.ranks import start_process
 from tests.support.servers import KEY, wait_until_healthy
 
-AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
 LATE = 60  # seconds after which a test fails
 # First tokens of prompts, which are answered each in its own way.
 AT_ONCE, NEVER, LONG, SLOW, ENDLESS = range(5)

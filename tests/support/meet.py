@@ -1,7 +1,7 @@
 """A job that only meets: each rank prints what it found as a line of JSON.
 
-Arguments: seconds to wait, then attributes of torch to set (NAME=VALUE). With the variable FAILS, the ranks that torchrun
-starts first fail once they have met.
+Arguments: seconds to wait, then attributes of torch to set (NAME=VALUE). With the variable FAILS, the first ranks that
+torchrun starts fail once they have met.
 """
 
 import json

@@ -18,6 +18,7 @@ from tests.support.ranks import start_process
 
 NEEDLE = ROOT / "examples" / "needle" / "model"
 KEY = "sesame"
+AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
 MAX_MODEL_LEN = 2048  # The shared server has this limit; the needle model has 8192.
 QUESTION = "amber-ant 123; amber-apple 456; amber-ant?"  # the model answers 123 123 123 ...
 TEMPLATE = (
@@ -43,9 +44,9 @@ class RunningServer:
     processes: list[Any]
     logs: list[Path]
 
-    def metric(self, name: str, **headers: str) -> float:
+    def metric(self, name: str) -> float:
         """Return the sum of a metric's values. A name with labels selects among them, and may have no value."""
-        lines = httpx2.get(f"{self.url}/metrics", headers=headers).text.splitlines()
+        lines = httpx2.get(f"{self.url}/metrics", headers=AUTHORIZED).text.splitlines()
         starts = f"dcpmla_{name}" if "{" in name else (f"dcpmla_{name} ", f"dcpmla_{name}{{")
         values = [float(line.split()[-1]) for line in lines if line.startswith(starts)]
         assert values or "{" in name, name
