@@ -198,12 +198,6 @@ def test_a_replay_changes_no_answer(servers: Servers, salts: tuple[str, str], is
     assert (ask(servers.decode, own)["choices"] != expected) is is_other
 
 
-def test_clients_are_no_servers(servers: Servers) -> None:
-    for path in ("/kv/connect", "/kv/prefill"):
-        for server in (servers.prefill, servers.decode):
-            assert httpx2.post(f"{server.url}{path}", json={}, headers=AUTHORIZED).status_code == 401
-
-
 def test_equal_prompts_share(servers: Servers) -> None:
     body = {"prompt": prompt(), "max_tokens": 4}
     first = ask(servers.prefill, {**body, "max_tokens": 1, "kv_transfer_params": ASK})

@@ -90,6 +90,22 @@ def test_calls_whole_and_streamed(client: openai.OpenAI, scripted: RunningScript
     assert len(single.choices[0].message.tool_calls) == 1
 
 
+def test_an_agent_of_three_turns(client: openai.OpenAI, scripted: RunningScript) -> None:
+    messages: list[Any] = [{"role": "developer", "content": "Be short."}, {"role": "user", "content": "hi"}]
+    for _ in range(3):
+        message = ask(client, messages=messages, tools=[WEATHER, SUM]).choices[0].message
+        messages.append(message.model_dump(exclude_none=True))
+        for each in message.tool_calls or []:
+            result = run(each.function.name, json.loads(each.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": each.id, "content": result})
+    assert message.content == "It is 23."
+    assert [len(each.get("tool_calls", [])) for each in messages if each["role"] == "assistant"] == [2, 1, 0]
+    prompt = scripted.prompt
+    assert "<|system|>Be short.<|end|>" in prompt  # the template knows no developer
+    assert "<think>two cities</think>I look. " + call("weather", city="Bärlin") in prompt
+    assert f"<|tool|>23 [{messages[-2]['tool_call_id']}]<|end|><|assistant|><think>" in prompt
+
+
 def test_tool_choices_and_what_is_refused(client: openai.OpenAI, scripted: RunningScript) -> None:
     none = ask(client, tools=[WEATHER], tool_choice="none")
     assert "weather" not in scripted.prompt
@@ -180,9 +196,6 @@ def test_langchain_s_loop(scripted: RunningScript) -> None:
             for each in message.tool_calls:
                 messages.append(ToolMessage(run(each["name"], each["args"]), tool_call_id=each["id"]))
         assert message.content == "It is 23."
-        prompt = scripted.prompt
-        assert "<think>two cities</think>I look. " + call("weather", city="Bärlin") in prompt or streams
-        assert f"<|tool|>23 [{messages[-2].tool_call_id}]<|end|><|assistant|><think>" in prompt
     forced = langchain_openai.ChatOpenAI(model="scripted", base_url=f"{scripted.url}/v1", api_key=KEY, max_retries=0)
     for choice, num_calls in (("any", 2), ("weather", 1)):
         message = forced.bind_tools([WEATHER, SUM], tool_choice=choice).invoke([HumanMessage("hi")])

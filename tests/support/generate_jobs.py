@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -14,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from tests.support import faulty
+from tests.support import faulty, watched_jobs
 from tests.support.launchers import restarting, unattended
 from tests.support.ranks import start_process
 from tests.support.watched_jobs import is_stopped, process_status
@@ -26,20 +25,11 @@ Signal = tuple[int, int]  # number, rank
 
 
 @dataclass(frozen=True)
-class Ended:
-    """The end of a job: exit codes (-n by signal n), stderr, seconds since the fault or the start, outputs, flight
-    records.
-    """
+class Ended(watched_jobs.Ended):
+    """The end of a job, with its outputs and its flight records; its seconds are those since the fault or the start."""
 
-    codes: list[int]
-    text: str
-    seconds: float
     outputs: bytes
     flights: dict[int, bytes]
-
-    @property
-    def lines(self) -> list[str]:
-        return [line for line in re.split("[\r\n]", self.text) if "dcpmla: error: " in line]
 
     @property
     def ids(self) -> list[str]:
