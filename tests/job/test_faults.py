@@ -6,71 +6,56 @@
 import pickle
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.generate_jobs import MARGIN, TIMEOUT, Ended, at, direct, restarted
 
 AGAIN = "run the same command again"
-MISSING = (
-    r"rank 1 is missing, last seen \d+ s ago in {}\b.*; its process or host is gone or stopped: see its log, then "
-    + AGAIN
-)
+GONE = f"its process or host is gone or stopped: see its log, then {AGAIN}"
+MISSING = rf"rank 1 is missing, last seen \d+ s ago in {{0}}\b.*; {GONE}"
+LOST = f"rank 0 lost the others .* in {{0}}.*: {MISSING}"
+ASLEEP = at("decode step 8", "sleep")
 LONG_IDS = [f"{index} {20_000 * 'x'}" for index in range(6)]
-# -> exit codes, what the line says, least number of outputs
-JOBS: dict[str, tuple[Callable[[Path], Ended], list[int], str, int]] = {
+# -> options of `direct`, exit codes, what the line says, least number of outputs
+JOBS: dict[str, tuple[dict[str, Any], list[int], str, int]] = {
     "killed at launch": (
-        partial(direct, fault=at("launch", "kill")),
+        {"fault": at("launch", "kill")},
         [1, -9],
         "rank 0 of 2 .* did not meet the others within 5 s",
         0,
     ),
-    "killed while loading": (
-        partial(direct, fault=at("loading", "kill")),
-        [1, -9],
-        "rank 0 lost the others .* in loading the model: " + MISSING.format("loading the model"),
-        0,
-    ),
-    "killed in decode": (
-        partial(direct, fault=at("decode step 8", "kill")),
-        [1, -9],
-        "rank 0 lost the others .* in decode step 8 .*: " + MISSING.format("decode step 8"),
-        2,
-    ),
-    "killed at shutdown": (
-        partial(direct, fault=at("shutdown", "kill")),
-        [1, -9],
-        "rank 0 lost the others .* in shutdown: " + MISSING.format("shutdown"),
-        6,
-    ),
+    "killed while loading": ({"fault": at("loading", "kill")}, [1, -9], LOST.format("loading the model"), 0),
+    "killed in decode": ({"fault": at("decode step 8", "kill")}, [1, -9], LOST.format("decode step 8"), 2),
+    "killed at shutdown": ({"fault": at("shutdown", "kill")}, [1, -9], LOST.format("shutdown"), 6),
     "asleep": (
-        partial(direct, fault=at("decode step 8", "sleep")),
+        {"fault": ASLEEP},
         [1, 1],
         r"(rank 0 waited .*: )?rank 1 has .* decode step 8 .* for \d+ s, at faulty.py:\d+ \(fail\); "
-        "see what holds it there, then " + AGAIN,
+        f"see what holds it there, then {AGAIN}",
         2,
     ),
     "unequal arguments": (
-        partial(direct, more=["--max-num-seqs", "3"]),
+        {"more": ["--max-num-seqs", "3"]},
         [2, 2],
         "max_num_seqs differs between ranks: 2 on rank 0, 3 on rank 1; start all ranks with the same",
         0,
     ),
     "full disk": (
-        partial(direct, fault=at("prefill step 0", "fill", rank=0), ids=LONG_IDS),
+        {"fault": at("prefill step 0", "fill", rank=0), "ids": LONG_IDS},
         [1, 1],
         r"rank 0 could not write /.*out.jsonl \(File too large\) in .* step .*: "
-        r"make room, or raise the limit \(ulimit -f\); then " + AGAIN,
+        rf"make room, or raise the limit \(ulimit -f\); then {AGAIN}",
         2,
     ),
     "one rank terminated": (
-        partial(direct, fault=at("decode step 8", "sleep"), send=(signal.SIGTERM, 0)),
+        {"fault": ASLEEP, "send": (signal.SIGTERM, 0)},
         [143, 143],
-        r"rank 0 was asked to stop \(SIGTERM\) in decode step 8 .*: " + AGAIN,
+        rf"rank 0 was asked to stop \(SIGTERM\) in decode step 8 .*: {AGAIN}",
         2,
     ),
 }
@@ -80,7 +65,7 @@ JOBS: dict[str, tuple[Callable[[Path], Ended], list[int], str, int]] = {
 def jobs(model: Path) -> Iterator[dict[str, Future[Ended]]]:
     """Run all jobs, a few at a time, since most of their time is waiting."""
     with ThreadPoolExecutor(3) as pool:
-        yield {name: pool.submit(start, model) for name, (start, _, _, _) in JOBS.items()}
+        yield {name: pool.submit(direct, model, **options) for name, (options, _, _, _) in JOBS.items()}
 
 
 @pytest.mark.parametrize("name", JOBS)

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, reject
 from hypothesis import strategies as st
 
 from dcpmla.runtime.grammar import Grammar
@@ -122,54 +122,48 @@ def test_tuples_and_lists_are_as_they_were() -> None:
     assert type(submit.params.logit_bias) is type(submit.params.stop) is tuple
 
 
-NUMBERS = st.integers(0, (1 << 63) - 1)
-FLOATS = st.floats(allow_nan=False)
-TEXTS = st.text()
-TOKENS = st.builds(
-    TokenLogprobs, NUMBERS, st.none() | FLOATS, st.lists(st.tuples(NUMBERS, FLOATS), max_size=3).map(tuple)
-)
-OUTPUTS = st.builds(
-    Output,
-    NUMBERS,
-    TEXTS,
-    st.lists(NUMBERS, max_size=5).map(tuple),
-    st.lists(TOKENS, max_size=3).map(tuple),
-    st.none() | TEXTS,
-    NUMBERS,
-    st.lists(TOKENS, max_size=3).map(tuple),
-    error=TEXTS,
-    offsets=st.lists(NUMBERS, max_size=5).map(tuple),
-)
-PARAMETERS = st.builds(
+st.register_type_strategy(CacheLayout, st.just(LAYOUT))
+st.register_type_strategy(
     SamplingParams,
-    max_new_tokens=st.integers(1, 1 << 31),
-    temperature=st.floats(0, 10),
-    seed=st.integers(0, (1 << 64) - 1),
-    stop=st.lists(st.text(min_size=1), max_size=3).map(tuple),
-    logit_bias=st.dictionaries(NUMBERS, st.floats(-100, 100), max_size=3),
-    logprobs=st.none() | st.integers(0, 20),
+    st.builds(
+        SamplingParams,
+        max_new_tokens=st.integers(1, 1 << 31),
+        temperature=st.floats(0, 10),
+        seed=st.integers(0, (1 << 64) - 1),
+        stop=st.lists(st.text(min_size=1), max_size=3).map(tuple),
+        logit_bias=st.dictionaries(st.integers(0, 1 << 31), st.floats(-100, 100), max_size=3),
+        logprobs=st.none() | st.integers(0, 20),
+    ),
 )
-IDS = st.lists(NUMBERS, max_size=5)
-MOVES = st.builds(Move, TEXTS, st.none() | st.tuples(TEXTS, TEXTS), st.none() | TOKENS, TEXTS)
 
 
-@given(
-    st.builds(Submit, IDS, IDS, IDS, PARAMETERS, TEXTS, MOVES)
-    | st.builds(Abort, IDS)
-    | st.builds(Seen, st.dictionaries(NUMBERS, NUMBERS, max_size=3))
-    | st.builds(Pull, NUMBERS, TEXTS, TEXTS)
-    | st.builds(First, NUMBERS, TOKENS)
-)
+def any_of(kind: Any) -> st.SearchStrategy[Any]:
+    """Return a strategy of messages, or of parts of them, with all their fields."""
+    fields = kind._fields if issubclass(kind, tuple) else kind.__struct_fields__
+    return st.builds(kind, **dict.fromkeys(fields, ...))
+
+
+for part in (Output, Move):
+    st.register_type_strategy(part, any_of(part))
+
+
+def packed_of(message: Message) -> bytes:
+    """Return a message as it travels; numbers that no message has are left out."""
+    assume("nan" not in repr(message))
+    try:
+        return pack(message)
+    except OverflowError:
+        reject()
+
+
+@given(st.one_of(*map(any_of, get_args(Command))))
 def test_any_command_is_read_as_it_was_sent(command: Command) -> None:
-    assert [*unpack_commands(pack(command) * 2)] == [command] * 2
+    assert [*unpack_commands(packed_of(command) * 2)] == [command] * 2
 
 
-@given(
-    st.builds(Report, st.lists(OUTPUTS, max_size=3), NUMBERS, NUMBERS, NUMBERS, st.floats(0, 1), st.just({}))
-    | st.builds(Wanted, NUMBERS, IDS, PARAMETERS, TEXTS)
-)
+@given(st.one_of(*map(any_of, get_args(RanksMessage))))
 def test_any_report_is_read_as_it_was_sent(message: RanksMessage) -> None:
-    assert unpack(pack(message)[LENGTH.size :]) == message
+    assert unpack(packed_of(message)[LENGTH.size :]) == message
 
 
 def test_a_prompt_has_five_bytes_a_token_however_many_choices_it_has() -> None:
