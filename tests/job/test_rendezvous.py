@@ -1,4 +1,4 @@
-"""Ranks that meet or fail to: one that never comes, some that cannot work together, some with unequal arguments."""
+"""Ranks that meet or fail to: a port that is taken, some that cannot work together, some with unequal arguments."""
 
 import socket
 import sys
@@ -14,12 +14,6 @@ from dcpmla.job.launcher import find_launch_info
 from dcpmla.job.rendezvous import meet
 from tests.support.launchers import MEET, read_lines, run_forked, srun, unattended
 from tests.support.ranks import run_ranks
-
-
-def test_a_rank_that_never_comes() -> None:
-    commands = srun([MEET[0], "2"], [2], "localhost")
-    (result,) = run_forked(commands[:1], check=False, timeout=60)
-    assert "ConnectionError: rank 0 of 2 (started by srun) did not meet the others within 2 s: " in result.stderr
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
@@ -43,11 +37,8 @@ def test_ranks_that_cannot_work_together() -> None:
     """Both say so rather than wait for each other."""
     first, (argv, env) = srun(MEET, [2], "localhost")
     results = run_forked([first, ([*argv, "__version__=1.0"], env)], check=False, timeout=60)
-    for result in results:
-        assert (
-            f"ValueError: torch's version differs between ranks: {torch.__version__} on rank 0, 1.0 on rank 1"
-            in result.stderr
-        )
+    words = f"ValueError: torch's version differs between ranks: {torch.__version__} on rank 0, 1.0 on rank 1"
+    assert all(words in result.stderr for result in results)
 
 
 def test_one_process_needs_no_launcher() -> None:

@@ -84,7 +84,7 @@ SILENT = [b"", b"GET / HT", head(None) + b"0\r\n"]
 
 def test_dripping_bytes_and_silence(ranks: FakeRanks) -> None:
     """On connections that are open at the same time."""
-    silent = [ranks.connect(start) for start in SILENT]
+    silent, late = [ranks.connect(start) for start in SILENT], ranks.connect(head(100))
     dripping = [(ranks.connect(start), piece) for start, piece in DRIPPING]
     with ThreadPoolExecutor(len(dripping)) as pool:
         sent = pool.map(lambda each: send_until_closed(*each, LATE * 10 * len(each[1]), 0.1), dripping)
@@ -93,6 +93,8 @@ def test_dripping_bytes_and_silence(ranks: FakeRanks) -> None:
         assert num_sent < LATE * 10 * len(piece), piece
         assert is_closed(connection)
     assert all(map(is_closed, silent))
+    assert late.recv(1000).startswith(b"HTTP/1.1 408")
+    late.close()
 
 
 def test_bodies_have_a_total(ranks: FakeRanks) -> None:
