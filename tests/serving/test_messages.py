@@ -18,26 +18,16 @@ from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.messages import (
     LENGTH,
     Abort,
-    Close,
     Command,
     Connect,
-    Disconnect,
     Drain,
-    First,
-    Lose,
     Message,
     Move,
-    Opened,
     Output,
-    Pull,
     RanksMessage,
     Report,
-    Seen,
-    Started,
     Stop,
-    Stopped,
     Submit,
-    Wanted,
     pack,
     unpack,
     unpack_commands,
@@ -74,50 +64,21 @@ class Wire:
         self.sent += packed
 
 
-COMMANDS: list[Command] = [
-    Submit([4, 5], [1, (1 << 64) - 1], [0, (1 << 31) - 1, 7], PARAMS, "salt \u00fc\0"),
-    Abort([4]),
-    Stop(5, 17),
-    Seen({6: 16, 8: 33}),
-    Submit([6], [0], [1], SamplingParams(stop="x", grammar=Grammar("choice", '["a"]', (5,)), ignore_eos=False)),
-    Submit([7], [0], [1], PARAMS, move=Move("h", reader="other")),
-    Submit([8], [0], [1], PARAMS, move=Move("", ("engine", "h"), TOKEN)),
-    JOB,
-    Disconnect("engine"),
-    Pull(8, "engine", "h"),
-    First(8, TokenLogprobs(3, None, ())),
-    Lose(8, True),
-    Close(),
-]
+SUBMIT = Submit([4, 5], [1, (1 << 64) - 1], [0, (1 << 31) - 1, 7], PARAMS, "salt \u00fc\0")
 OUTPUT = Output(7, "", (1, 2), (TOKEN, TOKEN), "length", 4, (TokenLogprobs(5, None, ()),))
-MESSAGES: list[RanksMessage] = [
-    Opened("/models/\u00fc"),
-    Started("/models", 300, 100, 4, 1000, "kimi_k3", "kimi_linear", "def f(): ...", [1, 2], "no bytes", JOB),
-    Wanted(3, [1, 2], PARAMS, "salt"),
-    Report([OUTPUT, Output(8, error="wrong")], 1 << 40, 1, 2, 0.5, {("preemptions",): 3}, num_unseen=4),
-    Report([], 0, 0, 0, 0.0, {("kv_transfer_requests", "sent", "done"): 1.0}, ["d"]),
-    Drain(),
-    Stopped(),
-]
-
-
-def test_messages_are_read_as_they_were_sent() -> None:
-    """All kinds of them."""
-    assert [*unpack_commands(b"".join(map(pack, COMMANDS)))] == COMMANDS
-    assert [unpack(pack(message)[LENGTH.size :]) for message in MESSAGES] == MESSAGES
-    assert {*map(type, COMMANDS)} == {*get_args(Command)}
-    assert {*map(type, MESSAGES)} == {*get_args(RanksMessage)}
-    assert Connect.of(JOB.json_fields()) == JOB
+REPORT = Report([OUTPUT, Output(8, error="wrong")], 1 << 40, 1, 2, 0.5, {("preemptions",): 3}, num_unseen=4)
 
 
 def test_tuples_and_lists_are_as_they_were() -> None:
     """Outputs are joined, and parameters compared."""
-    (report,) = (unpack(pack(MESSAGES[3])[LENGTH.size :]),)
+    report = unpack(pack(REPORT)[LENGTH.size :])
     assert isinstance(report, Report)
+    assert report == REPORT
     assert type(report.outputs[0].logprobs[0]) is TokenLogprobs
     assert type(report.outputs[0].token_ids) is type(report.outputs[0].logprobs[0].top) is tuple
-    (submit,) = unpack_commands(pack(COMMANDS[0]))
+    (submit,) = unpack_commands(pack(SUBMIT))
     assert isinstance(submit, Submit)
+    assert submit == SUBMIT
     assert type(submit.prompt_token_ids) is list
     assert type(submit.params.logit_bias) is type(submit.params.stop) is tuple
 
@@ -131,6 +92,7 @@ st.register_type_strategy(
         temperature=st.floats(0, 10),
         seed=st.integers(0, (1 << 64) - 1),
         stop=st.lists(st.text(min_size=1), max_size=3).map(tuple),
+        grammar=st.none() | st.builds(Grammar, st.just("choice"), st.just('["a"]'), st.just((5,))),
         logit_bias=st.dictionaries(st.integers(0, 1 << 31), st.floats(-100, 100), max_size=3),
         logprobs=st.none() | st.integers(0, 20),
     ),
@@ -181,20 +143,19 @@ def forged(command: Message, **changes: Any) -> bytes:
 
 def malformed() -> Iterator[tuple[bytes, str]]:
     """Yield commands that the HTTP process never sends, and words of their refusals."""
-    submit = COMMANDS[0]
     params = msgspec.msgpack.decode(msgspec.msgpack.encode(PARAMS))
-    yield forged(submit, params={**params, "temperature": -1}), "temperature"
-    yield forged(submit, params={**params, "seed": 1 << 63, "min_tokens": 8}), "min_tokens is 8"
-    yield forged(submit, params={**params, "grammar": {"kind": "code", "text": "a"}}), "grammar.kind"
-    yield forged(submit, prompt_token_ids=[1, "2"]), "Expected `int`, got `str`"
-    yield forged(submit, prompt_token_ids=[1, True]), "Expected `int`, got `bool`"
-    yield forged(submit, move=["h", "engine"]), "move"
-    yield forged(submit, more=1), "unknown field"
-    yield forged(submit, type="System"), "Invalid value 'System'"
+    yield forged(SUBMIT, params={**params, "temperature": -1}), "temperature"
+    yield forged(SUBMIT, params={**params, "seed": 1 << 63, "min_tokens": 8}), "min_tokens is 8"
+    yield forged(SUBMIT, params={**params, "grammar": {"kind": "code", "text": "a"}}), "grammar.kind"
+    yield forged(SUBMIT, prompt_token_ids=[1, "2"]), "Expected `int`, got `str`"
+    yield forged(SUBMIT, prompt_token_ids=[1, True]), "Expected `int`, got `bool`"
+    yield forged(SUBMIT, move=["h", "engine"]), "move"
+    yield forged(SUBMIT, more=1), "unknown field"
+    yield forged(SUBMIT, type="System"), "Invalid value 'System'"
     yield forged(Drain()), "Invalid value 'Drain'"
     yield forged(JOB, layout={**JOB.json_fields()["layout"], "dcp_size": 3}), "dcp_size 3 does not divide"
     yield forged(Stop(1, 2), num_tokens=None), "num_tokens"
-    whole = pack(submit)
+    whole = pack(SUBMIT)
     yield LENGTH.pack(len(whole) - LENGTH.size - 1) + whole[LENGTH.size : -1], "truncated"
     yield LENGTH.pack(5) + b"\xdd\xff\xff\xff\xff", "Expected `object`, got `array`"
 
@@ -207,6 +168,7 @@ def test_a_malformed_command_is_refused(packed: bytes, words: str) -> None:
 
 def test_jobs_with_other_fields_are_refused() -> None:
     fields = JOB.json_fields()
+    assert Connect.of(fields) == JOB
     for wrong in ({**fields, "layout": {**fields["layout"], "more": 1}}, {**fields, "more": 1}):
         with pytest.raises(ValueError, match="more"):
             Connect.of(wrong)
@@ -225,8 +187,8 @@ class Attack:
 def test_a_pickle_is_no_command(tmp_path: Path) -> None:
     """In place of the whole command, and of fields of it."""
     code = pickle.dumps(Attack(tmp_path / "touched"))
-    bodies = [LENGTH.pack(len(code)) + code, forged(COMMANDS[0], params=code), forged(COMMANDS[0], move=code)]
-    for packed in [*bodies, forged(COMMANDS[0], prompt_token_ids=[code]), forged(JOB, layout=code)]:
+    bodies = [LENGTH.pack(len(code)) + code, forged(SUBMIT, params=code), forged(SUBMIT, move=code)]
+    for packed in [*bodies, forged(SUBMIT, prompt_token_ids=[code]), forged(JOB, layout=code)]:
         with pytest.raises(ValueError, match=r"Expected|malformed|missing"):
             list(unpack_commands(packed))
     with suppress(struct.error, ValueError):
