@@ -2,6 +2,7 @@
 
 import socket
 import sys
+from contextlib import closing
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from dcpmla.job.bootstrap import check_equal_arguments
 from dcpmla.job.launcher import find_launch_info
+from dcpmla.job.mpi import _listen, _own_name
 from dcpmla.job.rendezvous import meet
 from tests.support.launchers import MEET, read_lines, run_forked, srun, unattended
 from tests.support.ranks import run_ranks
@@ -78,3 +80,21 @@ def test_equal_arguments() -> None:
         ),
     ]
     run_ranks(3, check_arguments, cases)
+
+
+@pytest.mark.parametrize(
+    ("host", "addresses"),
+    [
+        (_own_name(alone=True), {"127.0.0.1"}),
+        ("127.0.0.2", {"127.0.0.2"}),
+        ("localhost", {"::", "0.0.0.0"}),
+        ("192.0.2.1", {"::", "0.0.0.0"}),  # of no host: a router may translate it
+    ],
+)
+def test_the_address_that_the_store_listens_at(host: str, addresses: set[str]) -> None:
+    """Under mpirun: the one that other ranks are given, if it is one."""
+    with closing(_listen(host)) as listener:
+        address, port, *_ = listener.getsockname()
+        assert address in addresses
+        with socket.create_connection((host if address == host else "127.0.0.1", port), timeout=10):
+            pass

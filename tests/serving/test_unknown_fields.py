@@ -1,18 +1,20 @@
-"""Names of fields that no table has: slips of the pen, other servers' fields, and the one line in the log."""
+"""Names of fields: those of the tables in docs/serving.md, slips of the pen, other servers' fields, and the log."""
 
 import json
 import logging
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from dcpmla.serving import unknown_fields
+from dcpmla.serving import anthropic_body, refused, responses_body, unknown_fields
 from dcpmla.serving.anthropic_body import CountBody, MessagesBody
 from dcpmla.serving.chat_body import ChatBody
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.protocol import CompletionBody, parse
 from dcpmla.serving.responses_body import ResponsesBody
+from tests.support.launchers import ROOT
 from tests.support.servers import QUESTION, RunningServer
 
 MESSAGES = [{"role": "user", "content": QUESTION}]
@@ -140,3 +142,40 @@ def test_the_line_names_the_first_request_s_fields(
 def test_many_long_names_take_no_time() -> None:
     names = {f"{'temprature' * 20} {number}": 1 for number in range(100_000)}
     assert not parse(CompletionBody, json.dumps({**GOOD["/v1/completions"], **names}).encode()).model_extra
+
+
+# The routes of the tables in docs/serving.md, in the order of their columns.
+COLUMNS = [(KINDS[path], GOOD[path]) for path in GOOD if "count" not in path]
+
+
+def rows() -> Iterator[tuple[str, list[str]]]:
+    """Yield each field of the tables with its cells."""
+    text = (ROOT / "docs" / "serving.md").read_text()
+    tables = re.findall(r"^\| field \| completions.*?\n\n", text, re.MULTILINE | re.DOTALL)
+    assert len(tables) == 2
+    for line in (line for table in tables for line in table.splitlines()[2:] if line.startswith("|")):
+        fields, *cells = (cell.strip() for cell in line.split("|")[1:6])
+        for name in re.findall(r"`(\w+)`", fields):
+            yield name, cells
+
+
+def cell(kind: Any, body: dict[str, Any], name: str) -> str:
+    if name in kind.model_fields:
+        return "yes"
+    try:
+        parse(kind, json.dumps({**body, name: {"an odd": "value"}}).encode())
+    except ApiError as error:
+        is_own = error.param == name and error.message.startswith(f"{name} is not supported; ")
+        return "400" if is_own else f"400 of {error.param}: {error.message}"
+    return "–"
+
+
+def test_the_table_of_fields() -> None:
+    table = dict(rows())
+    assert len(table) == len([*rows()]), "a field has two rows"
+    known = {name for kind, _ in COLUMNS for name in kind.model_fields}
+    known |= {*refused._REFUSED, *refused._MISPLACED, *refused._OTHER_ROUTE}
+    known |= {*responses_body._REFUSED, *anthropic_body._REFUSED}
+    assert known == table.keys()
+    for name, cells in table.items():
+        assert cells == [cell(kind, body, name) for kind, body in COLUMNS], name
