@@ -210,4 +210,4 @@ def test_flight_records_replace_only_this_user_s_files(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     write_flight_record(2)
     assert target.read_bytes() == foreign.read_bytes() == b"old" * 9999
-    assert b"old" not in own.read_bytes()
+    assert b"oldold" not in own.read_bytes()
