@@ -31,9 +31,8 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.support.servers import KEY, QUESTION, RunningServer, needle_with_template, serve  # noqa: E402
+from tests.support.servers import AUTHORIZED, KEY, QUESTION, RunningServer, needle_with_template, serve  # noqa: E402
 
-HEADERS = {"Authorization": f"Bearer {KEY}"}
 _MOST_GROWTH = 1 << 30
 _REST = 20.0  # seconds in which all that hostile clients have begun must end
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -117,7 +116,7 @@ def in_threads(num: int, seconds: float, work: Callable[[random.Random], None]) 
 
 def ask_for(server: RunningServer, seconds: float) -> dict[str, Any]:
     """Return what honest clients see: the number, the 99th percentile and the statuses of their answers."""
-    client = httpx2.Client(base_url=server.url, headers=HEADERS, timeout=120)
+    client = httpx2.Client(base_url=server.url, headers=AUTHORIZED, timeout=120)
     times: list[float] = []
     statuses: Counter[int] = Counter()
 
@@ -183,7 +182,7 @@ def num_processes(server: RunningServer) -> int:
 def is_quiet(server: RunningServer, num_at_rest: int) -> bool:
     """Return whether no request runs or waits, and no child works for a client that has gone."""
     names = ("requests_running", "requests_waiting")
-    return num_processes(server) <= num_at_rest and not any(server.metric(name, **HEADERS) for name in names)
+    return num_processes(server) <= num_at_rest and not any(server.metric(name) for name in names)
 
 
 def soak(server: RunningServer, seconds: float) -> dict[str, Any]:

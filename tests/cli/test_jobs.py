@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcpmla.__main__ import main
 from dcpmla.cli.output import open_output_lines
+from tests.support.commands import generate, mistake
+from tests.support.launchers import ROOT
 from tests.support.models import VOCAB_SIZE
 
 pytestmark = pytest.mark.usefixtures("one_process_on_cpu")
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_process_on_cpu")
 
 def run_job(model: Path, directory: Path, *options: object) -> int:
     files = ["--prompt-file", directory / "in.jsonl", "--output-file", directory / "out.jsonl"]
-    return main(["generate", *map(str, ["--model", model, "--device", "cpu", "--block-size", 8, *files, *options])])
+    return generate(model, "--block-size 8", *files, *options)
 
 
 def write_lines(path: Path, lines: list[Any]) -> None:
@@ -45,31 +46,22 @@ def test_outputs_are_those_of_the_prompts_alone(model: Path, tmp_path: Path, cap
     assert run_job(model, tmp_path, "--max-new-tokens", 6, "--max-num-seqs", 2, "--max-num-batched-tokens", 10) == 0
     outputs = {output["id"]: output for output in read_lines(tmp_path / "out.jsonl")}
     assert set(outputs) == {"a", 7, "7", "seeded"}
-    assert set(outputs["a"]) == {
-        "id",
-        "token_ids",
-        "text",
-        "finish_reason",
-        "queue_seconds",
-        "time_to_first_token",
-        "time_per_token",
-    }
+    times = {"queue_seconds", "time_to_first_token", "time_per_token"}
+    assert set(outputs["a"]) == {"id", "token_ids", "text", "finish_reason"} | times
     assert [len(outputs[name]["token_ids"]) for name in ("a", 7, "7", "seeded")] == [6, 2, 6, 6]
     assert [entry[0] for entry in outputs["seeded"]["logprobs"]] == outputs["seeded"]["token_ids"]
     assert [[token, len(top)] for token, _, top in outputs["seeded"]["prompt_logprobs"]] == [[5, 0], [6, 0], [7, 0]]
-    for prompt in PROMPTS:
-        single = tmp_path / "single"
-        single.mkdir(exist_ok=True)
-        lines = [{"id": f"other {index}", "prompt_token_ids": [1]} for index in range(PROMPTS.index(prompt))]
+    for number, prompt in enumerate(PROMPTS):
+        single = tmp_path / f"single {number}"
+        single.mkdir()
+        lines = [{"id": f"other {index}", "prompt_token_ids": [1]} for index in range(number)]
         write_lines(single / "in.jsonl", [*lines, prompt])  # in its own line: a prompt's stream comes from its line
-        (single / "out.jsonl").unlink(missing_ok=True)
         assert run_job(model, single, "--max-new-tokens", 6) == 0
-        assert {output["id"]: output["token_ids"] for output in read_lines(single / "out.jsonl")}[
-            prompt["id"]
-        ] == outputs[prompt["id"]]["token_ids"]
+        alone = {output["id"]: output["token_ids"] for output in read_lines(single / "out.jsonl")}
+        assert alone[prompt["id"]] == outputs[prompt["id"]]["token_ids"]
 
 
-NEEDLE = Path(__file__).parents[2] / "examples" / "needle" / "model"
+NEEDLE = ROOT / "examples" / "needle" / "model"
 QUESTION = "amber-ant 123; amber-apple 456; amber-ant?"
 
 
@@ -87,9 +79,8 @@ def test_stops_come_from_the_options_and_from_the_lines(tmp_path: Path, capfd: p
     )
     assert run_job(NEEDLE, tmp_path, "--stop", "456", "--stop", "3 1") == 0
     outputs = {output["id"]: output for output in read_lines(tmp_path / "out.jsonl")}
-    assert {
-        name: (output["text"], len(output["token_ids"]), output["finish_reason"]) for name, output in outputs.items()
-    } == {
+    found = {name: (each["text"], len(each["token_ids"]), each["finish_reason"]) for name, each in outputs.items()}
+    assert found == {
         "option": ("12", 2, "stop"),
         "line": ("1", 3, "stop"),
         "lines": ("", 2, "stop"),
@@ -101,17 +92,16 @@ def test_stops_come_from_the_options_and_from_the_lines(tmp_path: Path, capfd: p
 def test_sampling_options_reach_the_requests(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """So hot that only what keeps the best token alone gives the greedy answer; and one of its tokens ends it."""
 
-    def tokens(*options: object) -> list[int]:
+    def tokens(command: str = "") -> list[int]:
         out = tmp_path / "out.json"
-        more = ["--prompt-ids", "5,6,7", "--max-new-tokens", 6, "--json", out, *options]
-        assert main(["generate", *map(str, ["--model", model, "--device", "cpu", *more])]) == 0
+        assert generate(model, f"--prompt-ids 5,6,7 --max-new-tokens 6 {command} --json", out) == 0
         return json.loads(out.read_text())["outputs"][0]["token_ids"]
 
     greedy = tokens()
-    assert tokens("--temperature", 50) != greedy
-    assert tokens("--temperature", 50, "--top-k", 1) == greedy
-    assert tokens("--temperature", 50, "--top-p", 1e-6) == greedy
-    assert tokens("--stop-token-ids", f"{VOCAB_SIZE - 2},{greedy[3]}") == greedy[: greedy.index(greedy[3]) + 1]
+    assert tokens("--temperature 50") != greedy
+    assert tokens("--temperature 50 --top-k 1") == greedy
+    assert tokens("--temperature 50 --top-p 1e-6") == greedy
+    assert tokens(f"--stop-token-ids {VOCAB_SIZE - 2},{greedy[3]}") == greedy[: greedy.index(greedy[3]) + 1]
 
 
 def test_a_rerun_adds_what_is_missing(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -128,79 +118,66 @@ def test_a_rerun_adds_what_is_missing(model: Path, tmp_path: Path, capfd: pytest
     assert {line["id"]: line["token_ids"] for line in lines} == whole
     assert f"{out} has 1 of 4 outputs already" in capfd.readouterr().out
     before = out.read_bytes()
-    assert (
-        run_job(model, tmp_path, "--gpu-memory-utilization", 7) == 0
-    )  # nothing is missing: the model is not even loaded
+    # Nothing is missing: the model is not even loaded.
+    assert run_job(model, tmp_path, "--gpu-memory-utilization", 7) == 0
     assert out.read_bytes() == before
 
 
-BAD_LINES = {
-    "cut off": ('{"id": "b", "prompt_tok', "not a JSON object (Unterminated string"),
-    "a list": ("[1, 2]", "a JSON object is expected, not list"),
-    "no id": ('{"prompt_token_ids": [1]}', '"id" is null; it must be there, a string or a whole number'),
-    "id": ('{"id": 1.5, "prompt_token_ids": [1]}', '"id" is 1.5; it must be there, a string or a whole number'),
-    "no prompt": ('{"id": 1}', 'give either "prompt", a string, or "prompt_token_ids", a list of whole numbers'),
-    "two prompts": ('{"id": 1, "prompt": "x", "prompt_token_ids": [1]}', 'give either "prompt"'),
-    "not ids": ('{"id": 1, "prompt_token_ids": [1, "x"]}', 'give either "prompt"'),
-    "unknown key": (
-        '{"id": 1, "prompt_token_ids": [1], "temprature": 1}',
-        "'temprature' is not a sampling parameter; allowed are ",
+BAD_LINES = {  # -> words of the error
+    '{"id": "b", "prompt_tok': "not a JSON object (Unterminated string",
+    "[1, 2]": "a JSON object is expected, not list",
+    '{"prompt_token_ids": [1]}': '"id" is null; it must be there, a string or a whole number',
+    '{"id": 1.5, "prompt_token_ids": [1]}': '"id" is 1.5; it must be there, a string or a whole number',
+    '{"id": 1}': 'give either "prompt", a string, or "prompt_token_ids", a list of whole numbers',
+    '{"id": 1, "prompt": "x", "prompt_token_ids": [1]}': 'give either "prompt"',
+    '{"id": 1, "prompt_token_ids": [1, "x"]}': 'give either "prompt"',
+    '{"id": 1, "prompt_token_ids": [1], "temprature": 1}': "'temprature' is not a sampling parameter; allowed are ",
+    '{"id": 1, "prompt_token_ids": [1], "top_p": 7}': "top_p (--top-p) is 7; it must be a number in (0, 1]",
+    f'{{"id": 1, "prompt_token_ids": [{VOCAB_SIZE}]}}': (
+        f"the prompt has token id {VOCAB_SIZE}; the model's vocabulary is"
     ),
-    "value": ('{"id": 1, "prompt_token_ids": [1], "top_p": 7}', "top_p (--top-p) is 7; it must be a number in (0, 1]"),
-    "token": (
-        f'{{"id": 1, "prompt_token_ids": [{VOCAB_SIZE}]}}',
-        f"the prompt has token id {VOCAB_SIZE}; the model's vocabulary is",
-    ),
-    "long": (
-        f'{{"id": 1, "prompt_token_ids": {[1] * 256}}}',
-        "the prompt has 256 tokens; with --max-model-len 256 at most 255",
-    ),
-    "empty": ('{"id": 1, "prompt_token_ids": []}', "the prompt is empty"),
-    "same id": ('{"id": "a", "prompt_token_ids": [1]}', "id 'a' is also that of line 1; ids must differ"),
-    "half a character": (
-        '{"id": "\\ud800", "prompt_token_ids": [1]}',
-        "\"id\" has '\\ud800' at position 0, which is no character",
-    ),
-    "nested": ('{"id": ' + 5000 * "[", "not a JSON object ("),
-    "text": ('{"id": 1, "prompt": "x"}', '"prompt" needs a tokenizer, and the model\'s does not load'),
+    f'{{"id": 1, "prompt_token_ids": {[1] * 256}}}': "the prompt has 256 tokens; with --max-model-len 256 at most 255",
+    '{"id": 1, "prompt_token_ids": []}': "the prompt is empty",
+    '{"id": "a", "prompt_token_ids": [1]}': "id 'a' is also that of line 1; ids must differ",
+    '{"id": "\\ud800", "prompt_token_ids": [1]}': "\"id\" has '\\ud800' at position 0, which is no character",
+    '{"id": ' + 5000 * "[": "not a JSON object (",
+    '{"id": 1, "prompt": "x"}': '"prompt" needs a tokenizer, and the model\'s does not load',
 }
 
 
-@pytest.mark.parametrize("name", BAD_LINES)
+@pytest.mark.parametrize("line", BAD_LINES, ids=lambda line: line[:40])
 def test_a_bad_line_is_named_before_anything_is_done(
-    name: str, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    line: str, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    line, message = BAD_LINES[name]
     (tmp_path / "in.jsonl").write_text(json.dumps(PROMPTS[0]) + "\n\n" + line)
     assert run_job(model, tmp_path) == 2
-    errors = capfd.readouterr().err.strip().splitlines()
-    assert len(errors) == 1, errors
-    assert f"in.jsonl, line 3: {message}" in errors[0]
+    assert f"in.jsonl, line 3: {BAD_LINES[line]}" in mistake(capfd)
     assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_files_that_do_not_belong_together(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_lines(tmp_path / "in.jsonl", PROMPTS)
-    for content, message in [
+    for content, message in (
         (json.dumps(line("z")) + "\n", "which has id 'z' that is not in --prompt-file; give the files of one job"),
         (json.dumps(line("z")) + '\n{"id": "a', "which has id 'z' that is not in --prompt-file"),
-        ("text\n", "whose line 1 is no output of generate; give a new file, or one that generate wrote"),
-        (json.dumps(PROMPTS[0]) + "\n", "whose line 1 is no output of generate; give a new file"),
-        (json.dumps(line(["a"])) + "\n", "whose line 1 is no output of generate; give a new file"),
+        (
+            json.dumps(line(["a"])) + "\n",
+            "whose line 1 is no output of generate; give a new file, or one that generate",
+        ),
         ("notes without an end", "whose last line is no output of generate; give a new file"),
-    ]:
+    ):
         (tmp_path / "out.jsonl").write_text(content)
         assert run_job(model, tmp_path) == 2
-        assert message in capfd.readouterr().err
+        assert message in mistake(capfd)
         assert (tmp_path / "out.jsonl").read_text() == content
     (tmp_path / "in.jsonl").write_text("\n")
     assert run_job(model, tmp_path) == 2
-    assert "in.jsonl, which has no prompts" in capfd.readouterr().err
+    assert "in.jsonl, which has no prompts" in mistake(capfd)
     (tmp_path / "in.jsonl").unlink()
     assert run_job(model, tmp_path) == 2
-    assert "in.jsonl, which cannot be read (" in capfd.readouterr().err
+    assert "in.jsonl, which cannot be read (" in mistake(capfd)
     assert run_job(model, tmp_path, "--output-file", tmp_path / "in.jsonl") == 2
-    assert "are both" in capfd.readouterr().err
+    assert "are both" in mistake(capfd)
 
 
 @pytest.mark.parametrize(
@@ -219,6 +196,7 @@ def line(request_id: str | int, text: str = "") -> dict[str, Any]:
 
 BEGUN = ['{"id": "a', "{", json.dumps(PROMPTS[0])[:-5]]  # after an output, an output may begin like these
 FOREIGN = [
+    "text\n",
     '{"id": 5}',
     json.dumps(PROMPTS[0]),
     '{"id": 5, "token_ids": [1, 2]}',
@@ -279,7 +257,10 @@ def test_a_file_cut_anywhere_is_whole_lines_again(
     assert written == [*(line(index, text) for index, text in enumerate(texts[:kept])), line("new", "")]
 
 
-def test_lines_that_fit_on_a_full_disk_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("takes_half", [False, True])
+def test_lines_that_fit_on_a_full_disk_are_kept(
+    takes_half: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Requests that a step finishes together are written together, and the disk has room for some of them."""
     path, write = tmp_path / "out", os.write
     room = len(json.dumps(line(1))) * 5 // 2
@@ -288,32 +269,15 @@ def test_lines_that_fit_on_a_full_disk_are_kept(tmp_path: Path, monkeypatch: pyt
         left = room - os.fstat(descriptor).st_size
         if left <= 0:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(descriptor, data[:left])
+        return write(descriptor, data[: left // 2 or left if takes_half else left])
 
     with open_output_lines(path) as lines:
-        monkeypatch.setattr(os, "write", write_some)
-        with pytest.raises(OSError, match="No space left on device"):
-            lines.append([line(1), line(2), line(3), line(4)])
-        monkeypatch.undo()
-    assert read_lines(path) == [line(1), line(2)]
-    with open_output_lines(path) as lines:
-        assert lines.ids == {1, 2}
-
-
-def test_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, write = tmp_path / "out", os.write
-
-    def write_some(descriptor: int, data: bytes) -> int:
-        if len(data) < 10:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(descriptor, data[: len(data) // 2])
-
-    with open_output_lines(path) as lines:
-        lines.append([line(1)])
         monkeypatch.setattr(os, "write", write_some)
         with pytest.raises(OSError, match="No space left on device") as caught:
-            lines.append([line(2), line(3)])
+            lines.append([line(1), line(2), line(3), line(4)])
         assert caught.value.filename == str(path)
         monkeypatch.undo()
-        lines.append([line(4), line(5)])
-    assert read_lines(path) == [line(1), line(4), line(5)]
+        assert read_lines(path) == [line(1), line(2)]
+        lines.append([line(5)])
+    with open_output_lines(path) as lines:
+        assert lines.ids == {1, 2, 5}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,20 +11,15 @@ import pytest
 
 from dcpmla.__main__ import main
 from dcpmla.cli.output import open_output_lines, write_json
-from tests.cli.test_cli import generate
+from tests.support.commands import generate, mistake
 
 pytestmark = pytest.mark.usefixtures("one_process_on_cpu")
 
 
 def test_one_file_for_both_outputs(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    assert (
-        generate(
-            "--model", model, "--prompt-ids", "5", "--device", "cpu", "--json", out, "--logits", tmp_path / "." / "out"
-        )
-        == 2
-    )
-    assert f"--json and --logits are both {out}; give each its own file" in capfd.readouterr().err
+    assert generate(model, "--prompt-ids 5 --json", out, "--logits", tmp_path / "." / "out") == 2
+    assert f"--json and --logits are both {out}; give each its own file" in mistake(capfd)
     assert not out.exists()
 
 
@@ -42,10 +38,7 @@ def hub_model(model: Path, directory: Path) -> Path:
 def test_no_output_over_the_model(
     option: str, way: str, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    copy = tmp_path / "model"
-    copy.mkdir()
-    for file in model.iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
+    copy = shutil.copytree(model, tmp_path / "model")
     (copy / "empty").touch()
     (tmp_path / "link").symlink_to(copy / "config.json")
     if way.startswith("hub"):
@@ -55,15 +48,11 @@ def test_no_output_over_the_model(
     target = copy / names[way] if way in names else tmp_path / "link"
     if way == "hub's blob":
         target = (copy / "config.json").resolve()
-    if option == "--output-file":
-        prompts = tmp_path / "in.jsonl"
-        prompts.write_text('{"id": 1, "prompt_token_ids": [5]}\n')
-        options = ["--prompt-file", prompts, option, target]
-    else:
-        options = ["--prompt-ids", 5, option, target]
-    before = target.read_bytes()
-    assert generate("--model", copy, "--device", "cpu", "--max-new-tokens", 1, *options) == 2
-    error = capfd.readouterr().err
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text('{"id": 1, "prompt_token_ids": [5]}\n')
+    before, given = target.read_bytes(), f"--prompt-file {prompts}" if option == "--output-file" else "--prompt-ids 5"
+    assert generate(copy, f"{given} {option}", target) == 2
+    error = mistake(capfd)
     assert f"{option} is {target}, " in error
     if way == "file" or option != "--output-file":  # else what the file holds is reason enough
         assert "a file in the model's directory; give the name of another file" in error
@@ -82,33 +71,29 @@ def test_no_output_over_the_model(
 def test_no_measurements_over_the_model(
     command: str, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for file in model.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    target = tmp_path / "model.safetensors"
+    copy = shutil.copytree(model, tmp_path / "model")
+    target = copy / "model.safetensors"
     before = target.read_bytes()
-    assert main([*command.split(), str(tmp_path), "--json", str(target)]) == 2
-    assert f"--json is {target}, a file in the model's directory; give the name of another" in capfd.readouterr().err
+    assert main([*command.split(), str(copy), "--json", str(target)]) == 2
+    assert f"--json is {target}, a file in the model's directory; give the name of another" in mistake(capfd)
     assert target.read_bytes() == before
 
 
 def test_a_new_output_in_the_model_s_directory(model: Path, tmp_path: Path) -> None:
     """It hurts nothing, and a job's lines may be resumed there."""
-    for file in model.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "in.jsonl").write_text('{"id": 1, "prompt_token_ids": [5]}\n')
-    options = ["--prompt-file", tmp_path / "in.jsonl", "--output-file", tmp_path / "out.jsonl", "--device", "cpu"]
+    copy, prompts = shutil.copytree(model, tmp_path / "model"), tmp_path / "in.jsonl"
+    prompts.write_text('{"id": 1, "prompt_token_ids": [5]}\n')
     for _ in range(2):
-        assert generate("--model", tmp_path, "--max-new-tokens", 1, *options) == 0
-    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 1
+        options = ["--prompt-file", prompts, "--output-file", copy / "out.jsonl"]
+        assert generate(copy, "--max-new-tokens 1", *options) == 0
+    assert len((copy / "out.jsonl").read_text().splitlines()) == 1
 
 
 def test_a_linked_output_keeps_its_link(model: Path, tmp_path: Path) -> None:
     link, target = tmp_path / "link.json", tmp_path / "target.json"
     target.write_text("old")
     link.symlink_to(target)
-    assert (
-        generate("--model", model, "--prompt-ids", "5", "--max-new-tokens", 1, "--device", "cpu", "--json", link) == 0
-    )
+    assert generate(model, "--prompt-ids 5 --max-new-tokens 1 --json", link) == 0
     assert link.is_symlink()
     assert len(json.loads(target.read_text())["outputs"]) == 1
 

@@ -12,6 +12,7 @@ import transformers
 from dcpmla.__main__ import main
 from dcpmla.integrations.families.table import attention_of
 from dcpmla.planning.weights import ModelSize
+from tests.support.commands import mistake
 from tests.support.models import tiny_config
 from tests.support.plan_cases import FP8, LAYER, RESULTS, write
 
@@ -23,12 +24,17 @@ def config_file(tmp_path: Path) -> Path:
     return path
 
 
+def plan(model: object, command: str = "") -> int:
+    """Run the command with options that are separated by spaces; return the exit code."""
+    return main(["plan", "--model", str(model), *command.split()])
+
+
 def test_command_writes_the_plan(config_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out, plot = tmp_path / "plan.json", tmp_path / "plan.png"
-    command = f"plan --model {config_file} --machine h200x8 -tp 4,8 -dcp 1,8 --kv-cache-dtype bf16,fp8_e4m3"
+    command = "--machine h200x8 -tp 4,8 -dcp 1,8 --kv-cache-dtype bf16,fp8_e4m3"
     command += " --batch 2 --context 200 --max-num-batched-tokens 1024 --input-len 1500"
     measured = RESULTS / "h200x4" / "exchange.json"
-    assert main([*command.split(), "--json", str(out), "--plot", str(plot), "--measured", str(measured)]) == 0
+    assert plan(config_file, f"{command} --json {out} --plot {plot} --measured {measured}") == 0
     content = json.loads(out.read_text())
     assert [(s["tp"], s["dcp"], s["kv_cache_dtype"]) for s in content["settings"]] == [
         (4, 1, "bf16"),
@@ -83,7 +89,7 @@ def test_command_writes_the_plan(config_file: Path, tmp_path: Path, capfd: pytes
 
 def test_command_takes_a_directory_and_prints_a_table(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tiny_config("longcat_flash").save_pretrained(tmp_path)
-    assert main(["plan", "--model", str(tmp_path), "-dcp", "1,4", "--batch", "1", "--context", "1000"]) == 0
+    assert plan(tmp_path, "-dcp 1,4 --batch 1 --context 1000") == 0
     out = capfd.readouterr().out
     assert "recommended: tp 8, dcp 1" in out
     assert "positions end at 256" in out
@@ -99,9 +105,9 @@ def test_nothing_is_recommended_where_nothing_fits(
     small, out, plot = tmp_path / "machine.json", tmp_path / "plan.json", tmp_path / "plan.png"
     for memory, words in ((1 << 10, "even the weights"), (1 << 22, "No setting holds 2,000 x 20,000 tokens")):
         small.write_text(json.dumps({"memory_bytes": memory}))
-        command = f"plan --model {config_file} --machine {small} -tp 4,8 --batch 2000 --context 20000 --input-len 64"
+        command = f"--machine {small} -tp 4,8 --batch 2000 --context 20000 --input-len 64"
         command += f" --kv-offloading-size 1 --json {out} --plot {plot}"
-        assert main(command.split()) == 0
+        assert plan(config_file, command) == 0
         printed, content = capfd.readouterr().out, json.loads(out.read_text())
         assert re.search(rf"^recommended: none\. .*{words}", printed, re.MULTILINE)
         assert "steps of tp" not in printed
@@ -117,20 +123,8 @@ def test_nothing_is_recommended_where_nothing_fits(
 def test_command_plans_sparse_models(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config, out, plot = tmp_path / "config.json", tmp_path / "plan.json", tmp_path / "plan.png"
     config.write_text(tiny_config("glm_moe_dsa").to_json_string())
-    command = [
-        "plan",
-        "--model",
-        str(config),
-        "-dcp",
-        "1,8",
-        "--kv-cache-dtype",
-        "fp8",
-        "--index-cache-dtype",
-        "fp8",
-        "--context",
-        "200",
-    ]
-    assert main([*command, "--json", str(out), "--plot", str(plot)]) == 0
+    command = f"-dcp 1,8 --kv-cache-dtype fp8 --index-cache-dtype fp8 --context 200 --json {out} --plot {plot}"
+    assert plan(config, command) == 0
     settings = json.loads(out.read_text())["settings"]
     assert [(s["index_cache_dtype"], s["kv_bytes_per_token"]) for s in settings] == 2 * [
         ("fp8", 3 * (16 + 8) + 2 * (16 + 4))
@@ -142,96 +136,90 @@ def test_command_plans_sparse_models(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["-tp", "5", "-dcp", "1"], "must divide the model's 24 attention heads"),
-        (["-tp", "4,8", "-dcp", "3"], "must divide tensor_parallel_size (-tp) 8"),
-        (
-            ["-tp", "4", "--num-gpus", "6"],
-            "num_gpus (--num-gpus) is 6; it must be a multiple of tensor_parallel_size (-tp) 4",
-        ),
-        (["--batch", "1" + "0" * 30], "it must be a whole number in [1, 1099511627776]"),
-        (["--context", "1" + "0" * 400], "context (--context) is 1000000"),
-        (["--input-len", "1" + "0" * 400], "argument --input-len: '1000"),
-        (
-            ["--max-num-batched-tokens", "16777217"],
-            "argument --max-num-batched-tokens: '16777217' is not a whole number in [1, 16777216]",
-        ),
-        (["-tp", "1000000000"], "must divide the model's 24 attention heads"),
-        (["-dcp", "0"], "not a whole number of at least 1"),
-        (["--kv-cache-dtype", "int4"], "choose from bf16, fp8, fp8_ds_mla"),
-        (["--kv-cache-dtype", "fp8_ds_mla"], "fp8_ds_mla scales 128 values of kv_c at a time; kv_lora_rank is 16"),
-        (
-            ["--index-cache-dtype", "fp8"],
-            "index_cache_dtype (--index-cache-dtype) fp8 goes with sparse MLA, whose layers have indexers",
-        ),
-        (
-            ["--kv-offloading-size", "0"],
-            "kv_offloading_size (--kv-offloading-size) is 0.0; it must be a finite number above 0, or none",
-        ),
-        (["--kv-offloading-size", "nan"], "kv_offloading_size (--kv-offloading-size) is nan"),
-        (
-            ["--kv-offloading-disk-size", "3"],
-            "kv_offloading_disk_size (--kv-offloading-disk-size) is 3; blocks reach disks through host memory",
-        ),
-        (["--machine", "h100x8"], "choose a preset (h200x8) or a JSON file"),
-        (["--measured", "nowhere.json"], "--measured is nowhere.json"),
-        (["--json", "/nowhere/out.json"], "--json is /nowhere/out.json"),
-        (["--plot", "plan.word"], "its ending must be one of"),
-        (["--model", "nowhere"], "model (--model) is nowhere"),
-        (["--model", "n" * 5000], "no such file or directory"),
-        (["--machine", "n" * 5000], "choose a preset"),
-    ],
-)
+MISTAKES = {  # options -> words of the line
+    "-tp 5 -dcp 1": "must divide the model's 24 attention heads",
+    "-tp 4,8 -dcp 3": "must divide tensor_parallel_size (-tp) 8",
+    "-tp 4 --num-gpus 6": "num_gpus (--num-gpus) is 6; it must be a multiple of tensor_parallel_size (-tp) 4",
+    "--batch 1" + "0" * 30: "it must be a whole number in [1, 1099511627776]",
+    "--context 1" + "0" * 400: "context (--context) is 1000000",
+    "--input-len 1" + "0" * 400: "argument --input-len: '1000",
+    "--max-num-batched-tokens 16777217": (
+        "argument --max-num-batched-tokens: '16777217' is not a whole number in [1, 16777216]"
+    ),
+    "-tp 1000000000": "must divide the model's 24 attention heads",
+    "-dcp 0": "not a whole number of at least 1",
+    "--kv-cache-dtype int4": "choose from bf16, fp8, fp8_ds_mla",
+    "--kv-cache-dtype fp8_ds_mla": "fp8_ds_mla scales 128 values of kv_c at a time; kv_lora_rank is 16",
+    "--index-cache-dtype fp8": (
+        "index_cache_dtype (--index-cache-dtype) fp8 goes with sparse MLA, whose layers have indexers"
+    ),
+    "--kv-offloading-size 0": (
+        "kv_offloading_size (--kv-offloading-size) is 0.0; it must be a finite number above 0, or none"
+    ),
+    "--kv-offloading-size nan": "kv_offloading_size (--kv-offloading-size) is nan",
+    "--kv-offloading-disk-size 3": (
+        "kv_offloading_disk_size (--kv-offloading-disk-size) is 3; blocks reach disks through host memory"
+    ),
+    "--machine h100x8": "choose a preset (h200x8) or a JSON file",
+    "--measured nowhere.json": "--measured is nowhere.json",
+    "--json /nowhere/out.json": "--json is /nowhere/out.json",
+    "--plot plan.word": "its ending must be one of",
+    "--model nowhere": "model (--model) is nowhere",
+    "--model " + "n" * 5000: "no such file or directory",
+    "--machine " + "n" * 5000: "choose a preset",
+}
+
+
+@pytest.mark.parametrize("command", MISTAKES, ids=lambda command: command[:60])
 def test_mistakes_are_one_line(
-    arguments: list[str],
-    message: str,
+    command: str,
     config_file: Path,
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["plan", "--model", str(config_file), *arguments]) == 2
+    assert plan(config_file, command) == 2
     captured = capfd.readouterr()
-    assert message in captured.err
+    assert MISTAKES[command] in captured.err
     assert len(captured.err.strip().splitlines()) == 1
     assert captured.out == ""
     assert not (tmp_path / "plan.word").exists()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden_size": -1}, "hidden_size is -1"),
-        ({"vocab_size": 0}, "vocab_size is 0"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
-        ({"kv_lora_rank": 0}, "kv_lora_rank is 0"),
-        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
-        ({"n_routed_experts": 0}, "n_routed_experts is 0"),
-        ({"num_experts_per_tok": 999}, "num_experts_per_tok is 999; it must be in [1, 4]"),
-        ({"n_shared_experts": -3}, "n_shared_experts is -3"),
-        ({"quantization_config": "fp8"}, "quantization_config is 'fp8'"),
-        ({"quantization_config": [1]}, "quantization_config is [1]"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quant_method is 'awq'"),
-        ({"quantization_config": {**FP8, "weight_block_size": 128}}, "weight_block_size is 128"),
-        ({"quantization_config": {**FP8, "weight_block_size": [128]}}, "weight_block_size is [128]"),
-        ({"quantization_config": {**FP8, "weight_block_size": [0, 0]}}, "weight_block_size is [0, 0]"),
-        ({"quantization_config": {**FP8, "weight_block_size": ["a", "b"]}}, "weight_block_size is ['a', 'b']"),
-        ({"quantization_config": {**FP8, "modules_to_not_convert": 5}}, "modules_to_not_convert is 5"),
-        ({"quantization_config": {**FP8, "modules_to_not_convert": "lm_head"}}, "modules_to_not_convert is 'lm_head'"),
-    ],
-)
+BAD_FIELDS = {  # values of a config's fields that no model has
+    "hidden_size": [-1],
+    "vocab_size": [0],
+    "num_hidden_layers": [0, 10**9],
+    "kv_lora_rank": [0],
+    "num_attention_heads": [0],
+    "n_routed_experts": [0],
+    "n_shared_experts": [-3],
+    "quantization_config": ["fp8", [1]],
+}
+BAD_FP8 = {
+    "quant_method": ["awq"],
+    "weight_block_size": [128, [128], [0, 0], ["a", "b"]],
+    "modules_to_not_convert": [5, "lm_head"],
+}
+BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
+    *(({name: value}, f"{name} is {value!r}") for name, values in BAD_FIELDS.items() for value in values),
+    *(
+        ({"quantization_config": {**FP8, name: value}}, f"{name} is {value!r}")
+        for name, values in BAD_FP8.items()
+        for value in values
+    ),
+    ({"num_experts_per_tok": 999}, "num_experts_per_tok is 999; it must be in [1, 4]"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_CONFIGS)
 def test_bad_configs_are_one_line(
     changes: dict[str, Any], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = json.loads(tiny_config("deepseek_v3").to_json_string())
-    assert main(["plan", "--model", write(tmp_path / "config.json", {**config, **changes})]) == 2
-    captured = capfd.readouterr()
-    assert message in captured.err
-    assert len(captured.err.strip().splitlines()) == 1
+    assert plan(write(tmp_path / "config.json", {**config, **changes})) == 2
+    assert message in mistake(capfd)
 
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])
@@ -240,33 +228,23 @@ def test_outputs_are_none_of_the_inputs(
 ) -> None:
     measured = tmp_path / "bench.png"
     measured.write_bytes(LAYER.read_bytes())
-    command = [
-        "plan",
-        "--model",
-        str(config_file),
-        "--measured",
-        str(measured),
-        "--machine",
-        f"h200x8,{measured}",
-        option,
-    ]
     for read in (config_file, measured):
         before = read.read_bytes()
-        assert main([*command, str(read)]) == 2
-        assert f"{option} is {read}, which is read" in capfd.readouterr().err
+        assert plan(config_file, f"--measured {measured} --machine h200x8,{measured} {option} {read}") == 2
+        assert f"{option} is {read}, which is read" in mistake(capfd)
         assert read.read_bytes() == before
 
 
 def test_json_and_plot_are_two_files(config_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    out = str(tmp_path / "out.png")
-    assert main(["plan", "--model", str(config_file), "--json", out, "--plot", out]) == 2
-    assert "--json and --plot are both" in capfd.readouterr().err
-    assert not Path(out).exists()
+    out = tmp_path / "out.png"
+    assert plan(config_file, f"--json {out} --plot {out}") == 2
+    assert "--json and --plot are both" in mistake(capfd)
+    assert not out.exists()
 
 
 def test_default_dcp_sizes_are_those_that_divide(config_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
-    assert main(["plan", "--model", str(config_file), "-tp", "1,4,6", "--context", "64", "--json", str(out)]) == 0
+    assert plan(config_file, f"-tp 1,4,6 --context 64 --json {out}") == 0
     settings = [(s["tp"], s["dcp"]) for s in json.loads(out.read_text())["settings"]]
     assert settings == [(1, 1), (4, 1), (4, 2), (4, 4), (6, 1), (6, 2), (6, 3), (6, 6)]
 
@@ -275,22 +253,7 @@ def test_command_compares_cuts_of_a_cluster(
     config_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plan.json"
-    command = [
-        "plan",
-        "--model",
-        str(config_file),
-        "--num-gpus",
-        "96",
-        "-tp",
-        "8,24",
-        "-dcp",
-        "8",
-        "--batch",
-        "960",
-        "--context",
-        "64",
-    ]
-    assert main([*command, "--json", str(out)]) == 0
+    assert plan(config_file, f"--num-gpus 96 -tp 8,24 -dcp 8 --batch 960 --context 64 --json {out}") == 0
     settings = json.loads(out.read_text())["settings"]
     assert [(s["tp"], s["num_gpus"], s["num_replicas"], s["num_nodes"]) for s in settings] == [
         (8, 96, 12, 12),
@@ -305,12 +268,11 @@ def test_notes_say_what_the_numbers_rest_on(tmp_path: Path, capfd: pytest.Captur
     config = write(
         tmp_path / "v3.json", {**transformers.DeepseekV3Config(quantization_config=FP8).to_dict(), "dtype": "bfloat16"}
     )
-    assert main(["plan", "--model", config, "-tp", "8", "-dcp", "8", "--context", "4096"]) == 0
+    assert plan(config, "-tp 8 -dcp 8 --context 4096") == 0
     assert "note:" not in capfd.readouterr().out
     measured = json.loads(LAYER.read_text())
     sampled = write(tmp_path / "layer.json", {**measured, "rows": measured["rows"][::20]})
-    machine = ["--machine", f"h200x8,{sampled}"]
-    assert main(["plan", "--model", config, *machine, "-tp", "32", "-dcp", "8", "--context", "4096"]) == 0
+    assert plan(config, f"--machine h200x8,{sampled} -tp 32 -dcp 8 --context 4096") == 0
     report = capfd.readouterr().out
     assert " on h200x8, calibrated, nodes of 8 GPUs" in report
     notes = [line for line in report.splitlines() if line.startswith("note:")]
@@ -321,8 +283,8 @@ def test_a_plot_without_matplotlib_names_the_extra(
     config_file: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["plan", "--model", str(config_file), "--plot", str(tmp_path / "plan.png")]) == 2
-    assert "dcpmla[plot]" in capfd.readouterr().err
+    assert plan(config_file, f"--plot {tmp_path / 'plan.png'}") == 2
+    assert "dcpmla[plot]" in mistake(capfd)
 
 
 def test_geometry_is_read_once(v3: ModelSize) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dcpmla.job.bootstrap import assign_device, process_groups, read_launcher
 from dcpmla.job.launcher import find_launch_info
-from tests.job.test_launcher import SOON, SRUN, TORCHRUN, change
+from tests.job.test_launcher import SOON, TORCHRUN, env_of
 from tests.support.launchers import (
     GENERATE,
     MEET,
@@ -45,24 +45,19 @@ def test_all_ranks_of_a_host_take_the_same_kind_of_device(
     ranks = read_launcher(asked)
     assert (ranks.rank, ranks.num_ranks, str(ranks.device)) == (5, 8, expected)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if expected == "cpu" else "all")
-    assert (
-        ranks.origin
-        == f"8 ranks, 4 of them on this host, started by torchrun, on {'CPUs' if expected == 'cpu' else 'GPUs'}"
-    )
+    devices = "CPUs" if expected == "cpu" else "GPUs"
+    assert ranks.origin == f"8 ranks, 4 of them on this host, started by torchrun, on {devices}"
 
 
 @pytest.mark.parametrize(("asked", "num_gpus"), [("cuda", 0), ("cuda", 3), ("auto", 1), ("auto", 3)])
 def test_too_few_gpus(asked: str, num_gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank silently falls back to the CPU, also where each is shown one GPU of its own."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    for env, hint in (
-        (TORCHRUN, "CUDA_VISIBLE_DEVICES"),
-        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "3,4"}, "no --gpus-per-task"),
-    ):
-        with pytest.raises(
-            ValueError, match=f"'{asked}', but a rank sees {num_gpus} GPUs for 4 ranks of its host.*{hint}"
-        ):
-            assign_device(asked, find_launch_info(env, SOON))
+    words = f"'{asked}', but a rank sees {num_gpus} GPUs for 4 ranks of its host"
+    hints = {"torchrun": "CUDA_VISIBLE_DEVICES", "srun SLURM_STEP_TASKS_PER_NODE=3,4": "no --gpus-per-task"}
+    for env, hint in hints.items():
+        with pytest.raises(ValueError, match=f"{words}.*{hint}"):
+            assign_device(asked, find_launch_info(env_of(env), SOON))
 
 
 def check_met(lines: list[dict[str, Any]], local_ranks: list[int], launcher: str) -> None:
@@ -72,27 +67,21 @@ def check_met(lines: list[dict[str, Any]], local_ranks: list[int], launcher: str
     assert [line["local_rank"] for line in lines] == local_ranks
     assert all(line["sum"] == sum(10.0**rank for rank in range(size)) for line in lines)
     assert [line["neighbour"] for line in lines] == [(rank + 1) % size for rank in range(size)]
-    assert all(
-        line["origin"].startswith(f"{size} ranks, ") and line["origin"].endswith(f"started by {launcher}, on CPUs")
-        for line in lines
-    )
     for line in lines:
         env = line["environment"]
-        assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"]) == (
-            str(line["rank"]),
-            str(size),
-            str(line["local_rank"]),
-        )
-        assert f"{env['LOCAL_WORLD_SIZE']} of them on this host" in line["origin"]
+        own = [str(number) for number in (line["rank"], size, line["local_rank"])]
+        assert [env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == own
+        here = f"{env['LOCAL_WORLD_SIZE']} of them on this host"
+        assert line["origin"] == f"{size} ranks, {here}, started by {launcher}, on CPUs"
 
 
 def test_torchrun() -> None:
-    lines = read_lines(run_together([(torchrun(MEET, 2), {"TORCH_FR_BUFFER_SIZE": "7"})]))
+    """Its agent keeps the store when it starts the ranks again."""
+    agent = torchrun(MEET, 2, "--standalone", "--max-restarts", 1, "--monitor-interval", 0.2)
+    lines = read_lines(run_together([(agent, {"TORCH_FR_BUFFER_SIZE": "7", "FAILS": "1"})]))
     check_met(lines, [0, 1], "torchrun")
-    kept = {
-        "TORCH_FR_BUFFER_SIZE": "7",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-    }  # the user's setting is kept, the rest is turned on
+    # The user's setting is kept, the rest is turned on.
+    kept = {"TORCH_FR_BUFFER_SIZE": "7", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     assert all(kept.items() <= line["environment"].items() for line in lines)
 
 
@@ -129,17 +118,6 @@ def test_mpirun_ends_ranks_that_wait_in_mpi() -> None:
     assert "dcpmla: error: rank 0 (started by mpirun) did not meet the others within 2 s" in result.stderr
 
 
-def test_a_listener_that_never_speaks() -> None:
-    with socket.create_server(("localhost", 0)) as listener:
-        port, started = listener.getsockname()[1], time.monotonic()
-        _, second = srun([*BROKEN, "--timeout", 1], [2], "localhost", MASTER_PORT=str(port))
-        (result,) = run_forked([second], check=False, timeout=60)
-    assert result.returncode == 1
-    assert result.stderr.count("\n") == 1
-    assert f"localhost:{port} is not rank 0, or is stopped: set another MASTER_PORT" in result.stderr
-    assert time.monotonic() - started < 30
-
-
 BROKEN = [*GENERATE, "--model", "/no/such/model", "--prompt-ids", "5", "--device", "cpu", "-tp", "2"]
 
 
@@ -152,31 +130,32 @@ BROKEN = [*GENERATE, "--model", "/no/such/model", "--prompt-ids", "5", "--device
     ],
 )
 def test_a_mistake_of_one_rank_is_the_jobs(theirs: list[str], words: str) -> None:
-    first, (argv, env) = srun(BROKEN, [2], "localhost")
-    hidden = {"CUDA_VISIBLE_DEVICES": ""}
-    results = run_forked(
-        [(first[0], {**first[1], **hidden}), ([*argv, *theirs], {**env, **hidden})], check=False, timeout=60
-    )
+    first, (argv, env) = srun(BROKEN, [2], "localhost", CUDA_VISIBLE_DEVICES="")
+    results = run_forked([first, ([*argv, *theirs], env)], check=False, timeout=60)
     assert [result.returncode for result in results] == [2, 2]
     text = "".join(result.stderr for result in results)
     assert text.count("dcpmla: error: ") == 1
     assert f"dcpmla: error: rank 1: {words}" in text
 
 
-def test_a_host_name_that_does_not_resolve() -> None:
-    (result,) = run_forked(
-        [srun([*BROKEN, "--timeout", 1], [2], "localhost", MASTER_ADDR="no.such.host")[1]], check=False, timeout=60
-    )
+@pytest.mark.parametrize("fault", ["silent", "no.such.host"])
+def test_a_first_rank_that_is_none(fault: str) -> None:
+    with socket.create_server(("localhost", 0)) as listener:  # which never speaks
+        port, started = str(listener.getsockname()[1]), time.monotonic()
+        env, words = {"MASTER_PORT": port}, f"localhost:{port} is not rank 0, or is stopped: set another MASTER_PORT"
+        if fault != "silent":
+            env, words = {"MASTER_ADDR": fault}, f"the host name '{fault}' does not resolve here"
+        (result,) = run_forked([srun([*BROKEN, "--timeout", 1], [2], "localhost", **env)[1]], check=False, timeout=60)
     assert result.returncode == 1
     assert result.stderr.count("\n") == 1
-    assert "the host name 'no.such.host' does not resolve here" in result.stderr
+    assert words in result.stderr
+    assert time.monotonic() - started < 30
 
 
 def test_a_launch_is_read_as_often_as_one_likes(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun's variables, set for transformers, are gone with the process groups."""
-    for name, value in change(
-        SRUN, SLURM_NTASKS="1", SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_STEP_TASKS_PER_NODE="1"
-    ).items():
+    alone = "srun SLURM_NTASKS=1 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_STEP_TASKS_PER_NODE=1"
+    for name, value in env_of(alone).items():
         monkeypatch.setenv(name, value)
     for _ in range(2):
         ranks = read_launcher("cpu")

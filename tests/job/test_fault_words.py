@@ -21,28 +21,20 @@ def post(**changes: Any) -> Post:
     return replace(Post(7, 5, "decode step 5", 61.0, 60.0, "engine.py:9 (step)", True, False, False), **changes)
 
 
-@pytest.mark.parametrize(
-    ("others", "words"),
-    [
-        (
-            [post(count=4, operation="prefill step 4")],
-            "rank 0 waited 61 s in decode step 5: rank 1 has been in prefill step 4 for 61 s",
-        ),
-        (
-            [post(waits=False, line="app.py:3 (callback)"), post()],
-            "rank 0 waited 61 s .*: rank 1 has been in .* at app.py:3 \\(callback\\)",
-        ),
-        ([post(count=6), post(left=True)], "rank 0 waited 61 s in decode step 5: .*rank 2 left the job"),
-        ([post(count=4), post(count=4), post()], "rank 0 waited 61 s in decode step 5: each of ranks 1, 2 has been in"),
-        (
-            [post(line="b.py:1 (f)"), post(), post()],
-            r"rank 0 waited .*: rank 1 in decode step 5 at b.py:1 \(f\); each of ranks 0, 2, 3 in",
-        ),
-    ],
-)
+WAITED = "rank 0 waited 61 s in decode step 5: "
+BLAMES = [
+    ([post(count=4, operation="prefill step 4")], "rank 1 has been in prefill step 4 for 61 s"),
+    ([post(waits=False, line="app.py:3 (callback)"), post()], r"rank 1 has been in .* at app.py:3 \(callback\)"),
+    ([post(count=6), post(left=True)], ".*rank 2 left the job"),
+    ([post(count=4), post(count=4), post()], "each of ranks 1, 2 has been in"),
+    ([post(line="b.py:1 (f)"), post(), post()], r"rank 1 in decode step 5 at b.py:1 \(f\); each of ranks 0, 2, 3 in"),
+]
+
+
+@pytest.mark.parametrize(("others", "words"), BLAMES)
 def test_blame_names_who_lags(others: list[Post], words: str) -> None:
     verdict = blame(0, [post(), *others], [], 60, [0.0] * 4)
-    assert re.match(words, verdict.words), verdict.words
+    assert re.match(WAITED + words, verdict.words), verdict.words
     assert not verdict.excused
 
 
@@ -132,40 +124,33 @@ def chained(error: Exception, cause: Exception) -> Exception:
         return caught
 
 
-@pytest.mark.parametrize(
-    ("error", "what", "is_consequence"),
-    [
-        (
-            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
-            "ran out of memory (OutOfMemoryError: CUDA out",
-            False,
-        ),
-        (chained(RuntimeError("generate failed"), MemoryError()), "ran out of memory (MemoryError", False),
-        (
-            OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/x/out.jsonl"),
-            "could not write /x/out.jsonl (No space left on device)",
-            False,
-        ),
-        (OSError(errno.EFBIG, os.strerror(errno.EFBIG)), "could not write (File too large)", False),
-        (
-            RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer. This is typically"),
-            "lost the others (RuntimeError: Read error: Connection reset by peer)",
-            True,
-        ),
-        (
-            chained(RuntimeError("generate failed"), dist.DistBackendError("NCCL error")),
-            "lost the others (DistBackendError: NCCL",
-            True,
-        ),
-        (PeerFault("rank 1 failed: CUDA out of memory"), "lost another rank (rank 1 failed: CUDA out of memory)", True),
-        (
-            FileNotFoundError(errno.ENOENT, "No such file or directory", "x"),
-            "failed (FileNotFoundError: No such file or directory: 'x')",
-            False,
-        ),
-    ],
-)
-def test_exceptions_in_words(error: Exception, what: str, is_consequence: bool) -> None:
+FULL, TOO_LARGE = (OSError(code, os.strerror(code)) for code in (errno.ENOSPC, errno.EFBIG))
+FULL.filename = "/x/out.jsonl"
+CAUSES: list[tuple[Exception, str]] = [
+    (
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        "ran out of memory (OutOfMemoryError: CUDA out",
+    ),
+    (chained(RuntimeError("generate failed"), MemoryError()), "ran out of memory (MemoryError"),
+    (FULL, "could not write /x/out.jsonl (No space left on device)"),
+    (TOO_LARGE, "could not write (File too large)"),
+    (FileNotFoundError(errno.ENOENT, "No such file", "x"), "failed (FileNotFoundError: No such file: 'x')"),
+]
+CONSEQUENCES: list[tuple[Exception, str]] = [
+    (
+        RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer. This is typically"),
+        "lost the others (RuntimeError: Read error: Connection reset by peer)",
+    ),
+    (
+        chained(RuntimeError("generate failed"), dist.DistBackendError("NCCL error")),
+        "lost the others (DistBackendError: NCCL",
+    ),
+    (PeerFault("rank 1 failed: CUDA out of memory"), "lost another rank (rank 1 failed: CUDA out of memory)"),
+]
+
+
+@pytest.mark.parametrize(("error", "what"), [*CAUSES, *CONSEQUENCES])
+def test_exceptions_in_words(error: Exception, what: str) -> None:
     fault = explain(error)
     assert fault.what.startswith(what), fault.what
-    assert fault.is_consequence is is_consequence
+    assert fault.is_consequence is ((error, what) in CONSEQUENCES)

@@ -1,10 +1,11 @@
-"""Two jobs that meet at one port, and strangers there: each job keeps its own ranks, and nothing unpickles."""
+"""Jobs that meet at one port, and strangers there: each round of each job has its own ranks, and nothing unpickles."""
 
 import os
 import pickle
 import socket
+import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.support.launchers import Command, free_port, srun, unattended
 LONG = timedelta(seconds=60)
 SOON = timedelta(seconds=0.2)
 JOB = JobIdentity("srun", "5", "16", 2)
+THREE = replace(JOB, num_ranks=3)
 OTHERS = [
     (replace(JOB, job="6", step="0"), "job '5' there, '6' here; step '16' there, '0' here"),
     (replace(JOB, launcher="torchrun"), "launcher 'srun' there, 'torchrun' here"),
@@ -93,7 +95,7 @@ def test_a_restart_with_fewer_ranks_is_the_same_job() -> None:
 
 def test_a_rank_that_was_started_twice() -> None:
     """While the others come, the second process is refused; later, it gets no answer."""
-    store, job = dist.HashStore(), replace(JOB, num_ranks=3)
+    store, job = dist.HashStore(), THREE
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(open_round, store, job, 0, LONG)
         open_round(store, job, 1, LONG)
@@ -103,6 +105,45 @@ def test_a_rank_that_was_started_twice() -> None:
         first.result()
     with pytest.raises(dist.DistStoreError, match="or another process came as this rank"):
         open_round(store, job, 1, SOON)
+
+
+def is_shared(stores: list[dist.Store]) -> bool:
+    stores[0].set("key", "value")
+    return all(store.check(["key"]) for store in stores)
+
+
+def test_each_round_is_its_own() -> None:
+    """In the second round a rank follows its dead predecessor's greeting; in the third, one came and died before."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(4) as pool:
+
+        def enter(*ranks: int) -> list[Future[dist.Store]]:
+            return [pool.submit(open_round, store, THREE, rank, LONG) for rank in ranks]
+
+        rounds = [[entered.result() for entered in enter(0, 1, 2)]]
+        early = enter(0, 1)
+        time.sleep(0.5)
+        assert not early[0].done(), "the first rank took a dead rank's greeting for a living one's"
+        rounds.append([entered.result() for entered in [*early, *enter(2)]])
+        with pytest.raises(dist.DistStoreError):
+            open_round(store, THREE, 1, SOON)
+        rounds.append([entered.result() for entered in enter(2, 1, 0)])
+    for number, stores in enumerate(rounds):
+        assert is_shared(stores)
+        assert not any(store.check(["key"]) for later in rounds[number + 1 :] for store in later)
+
+
+def test_an_answer_that_is_no_text() -> None:
+    """A rank that reads another program's answer enters a round of its own; rank 0 reports that it did not come."""
+    store = dist.HashStore()
+    own = dist.PrefixStore(THREE.digest, store)
+    with ThreadPoolExecutor(1) as pool:
+        entered = pool.submit(open_round, store, THREE, 1, LONG)
+        own.wait(["greeting/1"])
+        own.set(f"answer/{own.get('greeting/1').decode()}", b"\xff")
+        assert entered.result() is not None
+    with pytest.raises(dist.DistStoreError, match="1 of 3 ranks came"):
+        open_round(store, THREE, 0, SOON)
 
 
 class Bomb:

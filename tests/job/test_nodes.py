@@ -14,14 +14,17 @@ from tests.support.launchers import (
     MPIRUN,
     ROOT,
     Host,
+    environment,
     free_port,
     mpirun,
     read_lines,
     run_forked,
+    run_program,
     run_together,
     srun,
     two_hosts,
 )
+from tests.support.ranks import start_process
 
 IN_NAMESPACE = ROOT / "tests" / "support" / "in_namespace.py"
 
@@ -132,8 +135,7 @@ def hydra(hosts: tuple[Host, Host], directory: Path) -> dict[str, str]:
 
 
 CLIENT = """
-import json, os, signal, sys, time
-from pathlib import Path
+import json, sys, time
 from urllib.request import Request, urlopen
 
 url, prompt = sys.argv[1:]
@@ -148,22 +150,29 @@ while True:
 body = {"prompt": list(map(int, prompt.split(","))), "max_tokens": 6, "temperature": 0, "logprobs": 0}
 with urlopen(Request(url + "/v1/completions", json.dumps(body).encode())) as answer:
     print(json.load(answer)["usage"]["completion_tokens"])
-port = url.rsplit(":", 1)[1]
-for command in Path("/proc").glob("[0-9]*/cmdline"):
-    words = command.read_text().split("\\0")
-    if words[1:4] == ["-m", "dcpmla", "serve"] and port in words:
-        os.kill(int(command.parent.name), signal.SIGTERM)
-        break
 """
 
 
-def test_a_server_over_two_hosts(hosts: tuple[Host, Host]) -> None:
+def test_a_server_over_two_hosts(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     """The first rank's host answers a client on the other one; asked to stop, all ranks end well."""
     port, address = free_port(), hosts[0].address
-    where = ["--host", address, "--port", port, "--device", "cpu", "-tp", 2, "-dcp", 2, "--block-size", 8]
-    serve = ["-m", "dcpmla", "serve", "--model", ROOT / "examples" / "needle" / "model", *where]
-    tasks = srun(serve, [1, 1], "n[1-2]", MASTER_ADDR=address)
-    commands = [hosts[int(env["SLURM_NODEID"])].command(argv, env) for argv, env in tasks]
-    client = [sys.executable, "-c", CLIENT, f"http://{address}:{port}", "5,6,7"]
-    *_, ended = run_together([*commands, hosts[1].command(client, {})])
-    assert ended.stdout.strip() == "6"
+    own = ["--host", address, "--port", port, "--device", "cpu", "-tp", 2, "-dcp", 2, "--block-size", 8]
+    program = ["-m", "dcpmla", "serve", "--model", ROOT / "examples" / "needle" / "model", *own]
+    ranks = []
+    for (_, *words), env in srun(program, [1, 1], "n[1-2]", MASTER_ADDR=address):
+        host = hosts[int(env["SLURM_NODEID"])]
+        variables = {**environment(), **host.command([], env)[1]}
+        paths = [tmp_path / f"{name} {host.name}" for name in ("out", "err")]
+        ranks.append(start_process(run_program, ([*map(str, (IN_NAMESPACE, host.name, *words))], variables, *paths)))
+    try:
+        client = [sys.executable, "-c", CLIENT, f"http://{address}:{port}", "5,6,7"]
+        (ended,) = run_together([hosts[1].command(client, {})])
+        assert ended.stdout.strip() == "6"
+        ranks[0].terminate()
+        for rank in ranks:
+            rank.join(60)
+        assert [rank.exitcode for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()

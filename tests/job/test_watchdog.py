@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch.distributed as dist
@@ -38,6 +39,8 @@ from tests.support.watched_jobs import (
     sleep_with_the_interpreters_lock,
     stop_with_a_clock_ahead,
     take_turns_loading,
+    terminate_all,
+    terminate_and_die,
     with_fault,
 )
 
@@ -49,87 +52,77 @@ ASLEEP = (
     r"(been in|not come back from) decode step 2 for \d+ s, at watched_jobs.py:\d+ \(oversleep\); see what holds it"
 )
 NO_STORE = "the job's store does not answer: who holds it, torchrun's agent or rank 0, is gone or stopped"
-JOBS: dict[str, tuple[Callable[[], Ended], list[int], str]] = {  # -> exit codes, what the line says
-    "killed": (
-        partial(run, partial(with_fault, partial(send, signal.SIGKILL, 1), 1)),
-        [1, -9],
-        f"rank 0 lost .* in decode step 2: {MISSING}",
+KILL, STOP, STEP_2 = partial(send, signal.SIGKILL), partial(send, signal.SIGSTOP), "in decode step 2"
+AGAIN = "run the same command again"
+
+
+class Case(NamedTuple):
+    """A job: what happens in the third step of a rank, the ranks' exit codes and what the line says."""
+
+    fault: Callable[[list[int]], object]
+    at: int
+    codes: list[int]
+    line: str
+    store_on_rank_0: bool = False
+
+    def run(self) -> Ended:
+        return run(partial(with_fault, self.fault, self.at), len(self.codes), self.store_on_rank_0)
+
+
+FAULTS = {
+    "killed": Case(partial(KILL, 1), 1, [1, -9], f"rank 0 lost .* {STEP_2}: {MISSING}"),
+    "killed of three": Case(partial(KILL, 1), 1, [1, -9, 1], rf"rank [02] lost .* {STEP_2}: {MISSING}"),
+    "killed with the store": Case(
+        partial(KILL, 0),
+        0,
+        [-9, 1],
+        rf"rank 1 lost the others \(all-reduce of a step failed on rank 1.*\) {STEP_2}: {NO_STORE}",
+        store_on_rank_0=True,
     ),
+    "stopped": Case(partial(STOP, 1), 1, [1, 1], rf"rank 0 waited \d+ s {STEP_2}: {MISSING}"),
+    "stopped with the store": Case(partial(STOP, 0), 0, [1, 1], rf"rank 1 waited \d+ s {STEP_2}: {NO_STORE}", True),
+    "asleep": Case(oversleep, 1, [1, 1, 1], rf"(rank [02] waited .*: )?rank 1 has {ASLEEP}"),
+    "asleep with the store": Case(oversleep, 0, [1, 1], rf"(rank 1 waited .*: )?rank 0 has {ASLEEP}", True),
+    "holding the interpreter's lock": Case(
+        sleep_with_the_interpreters_lock, 1, [1, 1], rf"rank 0 waited \d+ s {STEP_2}: {MISSING}"
+    ),
+    "out of memory": Case(
+        allocate,
+        1,
+        [1, 1, 1],
+        rf"rank 1 ran out of memory \(.*can't allocate memory.*\) {STEP_2}: lower --max-num-batched-tokens",
+    ),
+    "full disk": Case(fill_disk, 1, [1, 1], rf"rank 1 could not write \(No space left on device\) {STEP_2}: make room"),
+    "bug": Case(bug, 1, [1, 1, 1], rf"rank 1 failed \(KeyError: 'no such thing'\) {STEP_2}: a bug"),
+    "mistake": Case(mistake, 1, [2, 2, 2], r"option \(--option\) is 3; choose 4$"),
+    "terminated in a collective": Case(
+        partial(send, signal.SIGTERM, 0), 1, [143, 143], rf"rank 0 was asked to stop \(SIGTERM\) {STEP_2}: {AGAIN}"
+    ),
+    "all terminated": Case(terminate_all, 1, [143, 143], rf"rank [01] was asked to stop \(SIGTERM\) {STEP_2}: {AGAIN}"),
+    "terminated after a death": Case(
+        terminate_and_die, 1, [143, -9], rf"rank 0 was asked to stop \(SIGTERM\) {STEP_2}: {MISSING}"
+    ),
+    "interrupted": Case(
+        partial(send, signal.SIGINT, 1), 1, [130] * 3, rf"rank 1 was asked to stop \(SIGINT\) {STEP_2}: {AGAIN}"
+    ),
+    "other collectives": Case(
+        mix_up,
+        1,
+        [1, 1],
+        rf"rank [01] (waited .* {STEP_2}: rank [01] {STEP_2} at .*\((step|mix_up)\)|lost the others)",
+    ),
+}
+JOBS: dict[str, tuple[Callable[[], Ended], list[int], str]] = {
+    **{name: (case.run, case.codes, case.line) for name, case in FAULTS.items()},
     "killed after broken values": (
         partial(run, kill_after_broken_values),
         [1, -9],
-        "rank 0 lost .* in decode step 2: rank 1 is missing, (last seen|it never came)",
-    ),
-    "killed of three": (
-        partial(run, partial(with_fault, partial(send, signal.SIGKILL, 1), 1), 3),
-        [1, -9, 1],
-        rf"rank [02] lost .* in decode step 2: {MISSING}",
-    ),
-    "stopped": (
-        partial(run, partial(with_fault, partial(send, signal.SIGSTOP, 1), 1)),
-        [1, 1],
-        rf"rank 0 waited \d+ s in decode step 2: {MISSING}",
-    ),
-    "asleep": (
-        partial(run, partial(with_fault, oversleep, 1), 3),
-        [1, 1, 1],
-        rf"(rank [02] waited .*: )?rank 1 has {ASLEEP}",
-    ),
-    "asleep with the store": (
-        partial(run, partial(with_fault, oversleep, 0), store_on_rank_0=True),
-        [1, 1],
-        rf"(rank 1 waited .*: )?rank 0 has {ASLEEP}",
+        f"rank 0 lost .* {STEP_2}: rank 1 is missing, (last seen|it never came)",
     ),
     "stopped with a clock ahead": (
         partial(run, stop_with_a_clock_ahead),
         [1, 1],
-        r"rank 0 waited \d+ s in decode step 2: rank 1 is missing, last seen [1-9]\d* s ago in decode step 2",
-    ),
-    "holding the interpreter's lock": (
-        partial(run, partial(with_fault, sleep_with_the_interpreters_lock, 1)),
-        [1, 1],
-        rf"rank 0 waited \d+ s in decode step 2: {MISSING}",
-    ),
-    "out of memory": (
-        partial(run, partial(with_fault, allocate, 1), 3),
-        [1, 1, 1],
-        r"rank 1 ran out of memory \(.*can't allocate memory.*\) in decode step 2: lower --max-num-batched-tokens",
-    ),
-    "full disk": (
-        partial(run, partial(with_fault, fill_disk, 1)),
-        [1, 1],
-        r"rank 1 could not write \(No space left on device\) in decode step 2: make room",
-    ),
-    "bug": (
-        partial(run, partial(with_fault, bug, 1), 3),
-        [1, 1, 1],
-        r"rank 1 failed \(KeyError: 'no such thing'\) in decode step 2: a bug",
-    ),
-    "mistake": (partial(run, partial(with_fault, mistake, 1), 3), [2, 2, 2], r"option \(--option\) is 3; choose 4$"),
-    "terminated in a collective": (
-        partial(run, partial(with_fault, partial(send, signal.SIGTERM, 0), 1)),
-        [143, 143],
-        r"rank 0 was asked to stop \(SIGTERM\) in decode step 2: run the same command again",
-    ),
-    "interrupted": (
-        partial(run, partial(with_fault, partial(send, signal.SIGINT, 1), 1), 3),
-        [130, 130, 130],
-        r"rank 1 was asked to stop \(SIGINT\) in decode step 2: run the same command again",
-    ),
-    "killed with the store": (
-        partial(run, partial(with_fault, partial(send, signal.SIGKILL, 0), 0), store_on_rank_0=True),
-        [-9, 1],
-        rf"rank 1 lost the others \(all-reduce of a step failed on rank 1.*\) in decode step 2: {NO_STORE}",
-    ),
-    "other collectives": (
-        partial(run, partial(with_fault, mix_up, 1)),
-        [1, 1],
-        r"rank [01] (waited .* in decode step 2: rank [01] in decode step 2 at .*\((step|mix_up)\)|lost the others)",
-    ),
-    "stopped with the store": (
-        partial(run, partial(with_fault, partial(send, signal.SIGSTOP, 0), 0), store_on_rank_0=True),
-        [1, 1],
-        rf"rank 1 waited \d+ s in decode step 2: {NO_STORE}",
+        rf"rank 0 waited \d+ s {STEP_2}: rank 1 is missing, last seen [1-9]\d* s ago {STEP_2}",
     ),
     "lost while loading": (
         partial(run, load_while_one_is_lost),
@@ -140,9 +133,8 @@ JOBS: dict[str, tuple[Callable[[], Ended], list[int], str]] = {  # -> exit codes
         partial(run, serve_with_one_silent, 3),
         [1, 1, 1],
         r"rank ([02]) lost another rank \(combine failed on rank \1 of .*: nothing came from rank 1 for 1 s\) "
-        r"in decode step 2 .*: "
-        r"rank 1 in decode step 2 .* at watched_jobs.py:\d+ \(oversleep\); "
-        r"see what holds it, and its log, then run the same command again; or raise --dcp-exchange-timeout$",
+        rf"{STEP_2} .*: rank 1 {STEP_2} .* at watched_jobs.py:\d+ \(oversleep\); "
+        f"see what holds it, and its log, then {AGAIN}; or raise --dcp-exchange-timeout$",
     ),
     "left apart": (partial(run, leave_apart, 3), [0, 0, 0], ""),
     "loading": (partial(run, take_turns_loading), [0, 0], ""),
@@ -218,4 +210,4 @@ def test_flight_records_replace_only_this_user_s_files(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     write_flight_record(2)
     assert target.read_bytes() == foreign.read_bytes() == b"old" * 9999
-    assert b"old" not in own.read_bytes()
+    assert b"oldold" not in own.read_bytes()

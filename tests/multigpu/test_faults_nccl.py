@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.job.test_faults import MARGIN, at, direct
 from tests.support.faulty import begins_with
+from tests.support.generate_jobs import MARGIN, at, direct
 from tests.support.models import save_tiny
 
 TIMEOUT = 15  # seconds: the first step starts NCCL and loads kernels

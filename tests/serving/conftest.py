@@ -1,14 +1,37 @@
-"""What the tests share: a server of two ranks and one cache, and an HTTP process over a fake engine."""
+"""What the tests share: servers of ranks, of a script and of threads in their place; tests that are coroutines."""
 
-import time
+import asyncio
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
 import pytest
 
-from tests.support.fake_engine import AT_ONCE, AUTHORIZED, LATE, MEMORY, FakeEngine, wait_until
-from tests.support.servers import KEY, MAX_MODEL_LEN, RunningServer, needle_with_template, serve
+from dcpmla.serving.connections import Limits
+from dcpmla.serving.messages import Started
+from dcpmla.serving.settings import Settings
+from tests.support.agent import TEMPLATE, answer
+from tests.support.fake_ranks import AT_ONCE, FakeRanks, by_first_token, wait_until
+from tests.support.scripted import RunningScript, scripted_tokenizer, serve_script
+from tests.support.servers import AUTHORIZED, KEY, MAX_MODEL_LEN, RunningServer, needle_with_template, serve
+
+LIMITS = Limits(head_seconds=2, body_seconds=4, send_seconds=2, total_bytes=24 << 20)
+MEMORY = 150 << 20  # bytes that a test may add to the process
+OPTIONS = f"--api-key {KEY} --served-model-name needle --max-num-seqs 64 --max-waiting 400 --dtype float32"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
+    """Let a test that is a coroutine run in an event loop of its own, for at most two minutes."""
+    test = pyfuncitem.obj
+
+    async def limited(**fixtures: object) -> None:
+        async with asyncio.timeout(120):
+            await test(**fixtures)
+
+    if inspect.iscoroutinefunction(test):
+        pyfuncitem.obj = lambda **fixtures: asyncio.run(limited(**fixtures))
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -26,42 +49,49 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    options = [
-        "--api-key",
-        KEY,
-        "--served-model-name",
-        "needle",
-        "--max-num-seqs",
-        64,
-        "--max-waiting",
-        400,
-        "--max-model-len",
-        MAX_MODEL_LEN,
-        "--dtype",
-        "float32",
-    ]
+    options = [*OPTIONS.split(), "--max-model-len", MAX_MODEL_LEN]
     with serve(tmp_path_factory.mktemp("server"), model, 2, *options) as running:
         yield running
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[FakeEngine]:
-    engine = FakeEngine()
-    until = time.monotonic() + LATE
-    while time.monotonic() < until and not engine.is_healthy():
-        time.sleep(0.1)
-    yield engine
-    engine.close()
+@pytest.fixture(scope="package")
+def client(server: RunningServer) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=server.url, headers=AUTHORIZED, timeout=120) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="package")
+def scripted() -> Iterator[RunningScript]:
+    """Serve the script of an agent."""
+    with serve_script(scripted_tokenizer(TEMPLATE), answer) as running:
+        yield running
+
+
+@pytest.fixture(scope="package")
+def mute() -> Iterator[RunningScript]:
+    """Run a server that answers nothing, and gives a request up after half a second."""
+    with serve_script(scripted_tokenizer(TEMPLATE), answer, is_mute=True, request_timeout=0.5) as running:
+        yield running
+
+
+@pytest.fixture(scope="package")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeRanks]:
+    """Run an HTTP process with short limits, without a tokenizer."""
+    settings = Settings(name="model", api_key=KEY, request_timeout=30, max_waiting=4, drain_seconds=1)
+    started = Started(str(tmp_path_factory.mktemp("nothing")), 1000, 10_000, 4, 20_000)
+    running = FakeRanks(by_first_token, started, settings, LIMITS)
+    yield running
+    running.close()
 
 
 @pytest.fixture
-def within_limits(engine: FakeEngine) -> Iterator[None]:
+def within_limits(ranks: FakeRanks) -> Iterator[None]:
     """Check that memory stays bounded, that no connection and no request is left, and that the server answers."""
-    memory = engine.memory()
+    memory = ranks.memory()
     yield
-    assert engine.is_healthy()
-    wait_until(lambda: engine.num_connections() == 0, "connections are left")
-    wait_until(lambda: not engine.open, "requests are left")
-    assert engine.memory() < memory + MEMORY
-    answer = httpx2.post(f"{engine.url}/v1/completions", json={"prompt": [AT_ONCE]}, headers=AUTHORIZED)
-    assert answer.json()["choices"][0]["text"] == "a"
+    assert ranks.is_healthy()
+    wait_until(lambda: ranks.num_connections() == 0, "connections are left")
+    wait_until(lambda: not ranks.open, "requests are left")
+    assert ranks.memory() < memory + MEMORY
+    reply = httpx2.post(f"{ranks.url}/v1/completions", json={"prompt": [AT_ONCE]}, headers=AUTHORIZED)
+    assert reply.json()["choices"][0]["text"] == "a"

@@ -1,7 +1,5 @@
 """OpenAI's API as its own client speaks it, against what the model gives in transformers, unsharded."""
 
-import asyncio
-import math
 from pathlib import Path
 from typing import Any
 
@@ -72,22 +70,6 @@ def test_prompts_of_all_kinds_and_several_choices(client: openai.OpenAI, referen
     assert texts == [choice.text for choice in again.choices]
 
 
-def test_streams(client: openai.OpenAI) -> None:
-    stream = client.completions.create(
-        prompt=QUESTION, max_tokens=4, stream=True, stream_options={"include_usage": True}, n=2, **GREEDY
-    )
-    texts, reasons, usage = ["", ""], [None, None], None
-    for chunk in stream:
-        usage = chunk.usage
-        for choice in chunk.choices:
-            texts[choice.index] += choice.text
-            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
-    assert texts == ["123 123 123 123"] * 2
-    assert reasons == ["length", "length"]
-    assert usage is not None
-    assert usage.completion_tokens == 8
-
-
 def test_a_chat_streamed_and_whole(client: openai.OpenAI) -> None:
     messages: list[Any] = [
         {"role": "system", "content": "amber-ant 123; "},
@@ -139,23 +121,6 @@ def test_log_probabilities_are_the_model_s(client: openai.OpenAI, reference: tup
     assert bytes(entries[0].bytes or []) == b"123"
     assert [len(entry.top_logprobs) for entry in entries] == [2, 2]
     assert entries[0].logprob == max(top.logprob for top in entries[0].top_logprobs)
-
-
-def test_offsets_lead_to_tokens_in_the_text(client: openai.OpenAI) -> None:
-    for stream in (False, True):
-        body = {"prompt": QUESTION, "model": "needle", "max_tokens": 3, "logprobs": 0, **GREEDY}
-        answers = (
-            list(client.completions.create(**body, stream=True)) if stream else [client.completions.create(**body)]
-        )
-        parts = [answer.choices[0] for answer in answers]
-        text = "".join(part.text for part in parts)
-        found = [
-            text[offset:].split()[0]
-            for part in parts
-            if part.logprobs is not None
-            for offset in part.logprobs.text_offset or []
-        ]
-        assert (text, found) == ("123 123 123", ["123"] * 3)
 
 
 def test_what_lm_eval_asks_for(client: openai.OpenAI, reference: tuple[Any, Any]) -> None:
@@ -211,33 +176,3 @@ def test_tokens_and_back(client: openai.OpenAI, server: RunningServer, reference
     assert post("/detokenize", {"tokens": ids[1:]})["prompt"] == reference[1].decode(ids[1:])
     (listed,) = client.models.list().data
     assert listed.id == "needle"
-
-
-def test_cached_tokens_are_told(client: openai.OpenAI) -> None:
-    prompt = " ".join(f"amber-cat{number} 5;" for number in range(40))
-    for minimum, maximum in ((0, 0), (32, math.inf)):  # blocks of 16 x 2 tokens
-        usage = client.completions.create(prompt=prompt, max_tokens=1, **GREEDY).usage
-        assert usage is not None
-        details: Any = usage.prompt_tokens_details  # type: ignore[attr-defined]
-        assert minimum <= dict(details)["cached_tokens"] <= maximum
-
-
-def test_salts_part_clients(client: openai.OpenAI) -> None:
-    prompt = " ".join(f"amber-dog{number} 5;" for number in range(40))
-    for salt, minimum, maximum in (("a", 0, 0), ("b", 0, 0), ("a", 32, math.inf)):
-        fields = {"cache_salt": salt}
-        usage = client.completions.create(prompt=prompt, n=2, max_tokens=1, extra_body=fields, **GREEDY).usage
-        assert usage is not None
-        details: Any = usage.prompt_tokens_details  # type: ignore[attr-defined]
-        assert minimum <= dict(details)["cached_tokens"] <= maximum
-
-
-def test_many_at_once(server: RunningServer) -> None:
-    async def ask() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, timeout=60) as client:
-            answers = await asyncio.gather(
-                *(client.completions.create(prompt=QUESTION, max_tokens=2, **GREEDY) for _ in range(8))
-            )
-        return [answer.choices[0].text for answer in answers]
-
-    assert asyncio.run(ask()) == ["123 123"] * 8

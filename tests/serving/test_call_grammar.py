@@ -21,13 +21,12 @@ from dcpmla.serving.answer_grammars import AnswerGrammars
 from dcpmla.serving.background import Prepared
 from dcpmla.serving.call_grammar import GrammarWriter, either, sequence
 from dcpmla.serving.chat.formats import FORMATS
-from dcpmla.serving.chat.parser import MarkupParser
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Started
 from dcpmla.serving.prompts import Prompt
 from dcpmla.serving.structured import GrammarChecks
 from dcpmla.serving.tools import ToolUse
-from tests.serving.chat.answers import markers_of, stream
+from tests.serving.chat.answers import KINDS, markers_of, parser_of, stream
 from tests.support.small_tokenizers import byte_level
 from tests.support.workers import worker_of
 
@@ -147,15 +146,16 @@ def opening_of(name: str) -> str:
 
 def read(name: str, text: str) -> tuple[str, str, list[dict[str, Any]]]:
     """Return the reasoning, the content and the calls of an answer, whose arguments must be valid."""
-    parser = MarkupParser(FORMATS[name], TOOLS, in_reasoning=False, parses_calls=True, parses_reasoning=True)
-    reasoning, content, calls = stream(parser, [text])
+    reasoning, content, calls = stream(parser_of(name, TOOLS), [text])
     for call in calls:
         VALIDATORS[call["name"]].validate(json.loads(call["arguments"]))
     return reasoning, content, calls
 
 
-@pytest.mark.parametrize("is_special", [True, False])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "is_special"),
+    [*((name, True) for name in FORMATS), *(pytest.param(*each.values, False, marks=each.marks) for each in KINDS)],
+)
 def test_required_calls_are_read_by_the_parser(name: str, is_special: bool) -> None:
     tokenizer, names = tokenizer_of(name, is_special), list(SCHEMAS) + ["refresh"]
     use, one = ToolUse(TOOLS, required=names), ToolUse(TOOLS, False, ["weather"])
@@ -179,7 +179,7 @@ def test_required_calls_are_read_by_the_parser(name: str, is_special: bool) -> N
     assert len(names_read) > 1
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", KINDS)
 def test_strict_calls_come_after_any_text(name: str) -> None:
     """Without markup the answer is a text; with it, calls follow the schemas. The model may reason first."""
     opens = name != "kimi_k3"  # its prompts open the reasoning, or the content
@@ -262,7 +262,10 @@ def test_a_fault_has_its_path(name: str, schema: dict[str, Any], path: str, word
 CIRCLE = {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "required": ["a"]}
 
 
-@pytest.mark.parametrize("name", ["glm47", "deepseek_v32", "kimi_k3", "mistral"])
+@pytest.mark.parametrize(
+    "name",
+    ["glm47", "mistral", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("deepseek_v32", "kimi_k3"))],
+)
 @pytest.mark.parametrize("is_required", [True, False])
 @pytest.mark.parametrize(
     "schema",
@@ -297,27 +300,20 @@ def test_references_lead_into_the_function_s_schema(name: str) -> None:
     validator, num_read = jsonschema.Draft202012Validator({"type": "object", **schema}), 0
     for seed in range(12):
         if text := written(tokenizer_of(name), grammar, seed):
-            parser = MarkupParser(
-                FORMATS[name], tool(**schema), in_reasoning=False, parses_calls=True, parses_reasoning=True
-            )
-            (call,) = stream(parser, [text])[2]
+            (call,) = stream(parser_of(name, tool(**schema)), [text])[2]
             validator.validate(json.loads(call["arguments"]))
             num_read += 1
     assert num_read
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", KINDS)
 def test_calls_of_functions_that_are_not_strict_are_free(name: str) -> None:
     """A schema that cannot be enforced is then no fault, and the parser reads what the grammar allows."""
     tools = tool(properties={"a": {"type": "array", "uniqueItems": True}}, anyOf=[{"required": ["a"]}])
     grammar = grammar_of(name, ToolUse(tools, strict={"list": True}))
     begun = opening_of(name) + "f"
-    parsers = (
-        MarkupParser(FORMATS[name], tools, in_reasoning=False, parses_calls=True, parses_reasoning=True)
-        for _ in range(9)
-    )
     texts = (written(tokenizer_of(name), grammar, seed, begun) for seed in range(9))
-    calls = [stream(parser, [text])[2] for text, parser in zip(texts, parsers, strict=True) if text]
+    calls = [stream(parser_of(name, tools), [text])[2] for text in texts if text]
     assert calls
     assert all(isinstance(json.loads(call["arguments"]), dict) for each in calls for call in each)
 

@@ -20,9 +20,10 @@ from dcpmla.serving.conversation import Conversation, tool_call
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Output, Started
 from dcpmla.serving.prompts import Prompt
-from dcpmla.serving.protocol import parse
+from dcpmla.serving.protocol import CompletionBody, GenerationFields, parse
 from dcpmla.serving.reader import AnswerReader, HiddenTokens
 from dcpmla.serving.responses_body import ResponsesBody
+from dcpmla.serving.sampling_fields import SamplingFields
 from dcpmla.serving.tools import ToolUse
 from tests.support.agent import TEMPLATE, WEATHER
 from tests.support.scripted import scripted_tokenizer
@@ -190,7 +191,8 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=5),
     max_leaves=16,
 )
-BODIES: list[tuple[type[ChatRequest], str, dict[str, Any]]] = [
+BODIES: list[tuple[type[GenerationFields], str, dict[str, Any]]] = [
+    (CompletionBody, "prompt", {"prompt": "a"}),
     (ChatBody, "messages", {"messages": [{"role": "user", "content": "a"}]}),
     (ResponsesBody, "input", {"input": "a"}),
     (MessagesBody, "messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}),
@@ -199,17 +201,19 @@ BODIES: list[tuple[type[ChatRequest], str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("kind", "items", "good"), BODIES)
 @given(data=st.data())
-def test_any_json_is_a_conversation_or_an_error(
-    kind: type[ChatRequest], items: str, good: dict[str, Any], data: st.DataObject
+def test_any_json_is_a_request_or_an_error(
+    kind: type[GenerationFields], items: str, good: dict[str, Any], data: st.DataObject
 ) -> None:
-    name = data.draw(st.sampled_from([items, *kind.model_fields]))
-    value = data.draw(st.lists(st.dictionaries(st.sampled_from(WORDS), JSON, max_size=6)) | JSON)
+    names = st.sampled_from([items, *kind.model_fields, "logit_bias", "tools", "x"])
+    value = st.lists(st.dictionaries(st.sampled_from(WORDS), JSON, max_size=6)) | JSON
     with suppress(ApiError):
-        body = parse(kind, json.dumps({**good, name: value}).encode())
-        conversation = body.conversation()
-        assert all(isinstance(message["content"], str) for message in conversation.messages)
-        body.sampling.params(5, None, None)
-        CHATS._template.render(conversation)
+        body = parse(kind, json.dumps({**good, **data.draw(st.dictionaries(names, value, max_size=3))}).encode())
+        if isinstance(body, ChatRequest):
+            conversation = body.conversation()
+            assert all(isinstance(message["content"], str) for message in conversation.messages)
+            CHATS._template.render(conversation)
+        sampling: SamplingFields = getattr(body, "sampling", body)
+        sampling.params(max(1, sampling.max_tokens or 1), None, None)
 
 
 def test_files_of_templates(tmp_path: Any) -> None:

@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock
 
 import pytest
 
@@ -37,6 +36,7 @@ from dcpmla.serving.metrics import Metrics
 from dcpmla.serving.outbox import Outbox
 from dcpmla.serving.settings import Settings
 from dcpmla.serving.worker import Worker
+from tests.support.asgi import Client
 from tests.support.hash_model import Letters
 from tests.support.small_tokenizers import tokenizer_of
 
@@ -59,16 +59,13 @@ def make_engine(tokenizer: Any = None, **changes: int) -> tuple[Engine, Wire]:
     return engine, wire
 
 
-def test_a_request_past_its_deadline_is_aborted() -> None:
+async def test_a_request_past_its_deadline_is_aborted() -> None:
     engine, wire = make_engine()
-
-    async def wait() -> None:
-        with engine.submit([[1, 2]], SamplingParams(), seconds=0.05) as generation:
-            async for _ in generation.outputs():
-                pass
-
-    with pytest.raises(ApiError, match="--request-timeout") as error:
-        asyncio.run(wait())
+    with (
+        pytest.raises(ApiError, match="--request-timeout") as error,
+        engine.submit([[1, 2]], SamplingParams(), seconds=0.05) as generation,
+    ):
+        await anext(generation.outputs())
     assert error.value.status == 504
     assert wire.sent == [Submit([0], [0], [1, 2], SamplingParams()), Abort([0])]
     assert len(engine._open) == 0
@@ -125,38 +122,37 @@ def test_abandoned_requests_that_were_not_sent_are_dropped() -> None:
     assert engine.metrics.registry.get_sample_value("dcpmla_requests_total", {"finish_reason": "abort"}) == 3
 
 
-def test_log_probabilities_of_a_prompt_come_in_pieces() -> None:
+async def test_log_probabilities_of_a_prompt_come_in_pieces() -> None:
     """They wait for the first token, and do not count as one."""
     engine, _ = make_engine()
     entries = [TokenLogprobs(number, -1.0, ()) for number in range(6)]
-
-    async def read() -> list[Output]:
-        with engine.submit([[1] * 6], SamplingParams(), 9) as generation:
-            for start in (0, 2):
-                piece = Output(0, prompt_logprobs=tuple(entries[start : start + 2]))
-                engine._hand_out(Report([piece], 0, 0, 0, 0.0, {}))
-            assert generation.queue.empty()
-            last = Output(0, "a", (7,), prompt_logprobs=tuple(entries[4:]), finish_reason="stop")
-            engine._hand_out(Report([last], 0, 0, 0, 0.0, {}))
-            return [output async for _, output in generation.outputs()]
-
-    assert asyncio.run(read()) == [Output(0, "a", (7,), (), "stop", prompt_logprobs=tuple(entries))]
+    with engine.submit([[1] * 6], SamplingParams(), 9) as generation:
+        for start in (0, 2):
+            piece = Output(0, prompt_logprobs=tuple(entries[start : start + 2]))
+            engine._hand_out(Report([piece], 0, 0, 0, 0.0, {}))
+        assert generation.queue.empty()
+        last = Output(0, "a", (7,), prompt_logprobs=tuple(entries[4:]), finish_reason="stop")
+        engine._hand_out(Report([last], 0, 0, 0, 0.0, {}))
+        outputs = [output async for _, output in generation.outputs()]
+    assert outputs == [Output(0, "a", (7,), (), "stop", prompt_logprobs=tuple(entries))]
     assert engine.metrics.registry.get_sample_value("dcpmla_time_to_first_token_seconds_count") == 1
 
 
-@pytest.mark.parametrize(("reason", "status"), [(None, 400), ("error", 500)])
-def test_errors_of_the_engine(reason: str | None, status: int) -> None:
+@pytest.mark.parametrize(
+    ("reason", "error", "status", "words", "code"),
+    [
+        (None, "prompt is empty", 400, "prompt is empty", None),
+        ("error", "logits are NaN", 500, "logits are NaN", "model_error"),
+        ("error", "", 500, "a rank of the server has failed", "rank_failed"),
+    ],
+)
+async def test_errors_of_the_engine(reason: str | None, error: str, status: int, words: str, code: str | None) -> None:
     engine, _ = make_engine()
-
-    async def read() -> None:
-        with engine.submit([[1]], SamplingParams(), 9) as generation:
-            engine._hand_out(Report([Output(0, finish_reason=reason, error="logits are NaN")], 0, 0, 0, 0.0, {}))
-            async for _ in generation.outputs():
-                pass
-
-    with pytest.raises(ApiError, match="^logits are NaN$") as error:
-        asyncio.run(read())
-    assert error.value.status == status
+    with engine.submit([[1]], SamplingParams(), 9) as generation:
+        engine._hand_out(Report([Output(0, finish_reason=reason, error=error)], 0, 0, 0, 0.0, {}))
+        with pytest.raises(ApiError, match=words) as raised:
+            await anext(generation.outputs())
+    assert (raised.value.status, raised.value.code) == (status, code)
 
 
 class Entries(tuple[int, ...]):
@@ -178,35 +174,20 @@ def test_many_outputs_are_joined_in_one_pass() -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"n": 3}, {"logprobs": 2}, {"stream": True}])
-def test_an_open_request_holds_no_copy_of_its_prompt(fields: dict[str, Any]) -> None:
+async def test_an_open_request_holds_no_copy_of_its_prompt(fields: dict[str, Any]) -> None:
     """Once it is sent: its answer may take minutes."""
     engine, wire = make_engine(max_num_seqs=5, max_model_len=50_000, num_cache_tokens=50_000)
     app = Api(engine, Settings(name="model", request_timeout=30, host="0.0.0.0"), Limits(), Worker(prepare)).app()
-    body = json.dumps({"prompt": [7] * 40_000, **fields}).encode()
-    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
-
-    async def receive() -> Any:
-        message = next(messages, None)
-        return await asyncio.Event().wait() if message is None else message
-
-    async def ask() -> tuple[int, int]:
-        num_before = num_long_lists(40_000)
-        request = asyncio.create_task(app(scope, receive, AsyncMock()))
-        while not wire.sent:
-            await asyncio.sleep(0.01)
-        (submitted,) = wire.sent
-        num_tokens = len(submitted.prompt_token_ids)
-        wire.sent.clear()
-        del submitted
-        await asyncio.sleep(0.1)
-        assert len(engine._open) == fields.get("n", 1)
-        num_held = num_long_lists(40_000) - num_before
-        request.cancel()
-        await asyncio.wait([request])
-        return num_tokens, num_held
-
-    assert asyncio.run(ask()) == (40_000, 0)
+    num_before = num_long_lists(40_000)
+    client = Client(app, "/v1/completions", json.dumps({"prompt": [7] * 40_000, **fields}).encode())
+    while not wire.sent:
+        await asyncio.sleep(0.01)
+    assert [len(submitted.prompt_token_ids) for submitted in wire.sent] == [40_000]
+    wire.sent.clear()
+    await asyncio.sleep(0.1)
+    assert len(engine._open) == fields.get("n", 1)
+    assert num_long_lists(40_000) == num_before
+    await client.leave()
 
 
 def num_long_lists(length: int) -> int:

@@ -1,7 +1,12 @@
-"""A prefill server and a decode server as processes, over NIXL: the answers of one server that does both."""
+"""The servers of docs/disaggregation.md as processes, over NIXL: the answers of one server that does both.
+
+The page's commands run as they are, but on CPUs, on free ports and with a few options more.
+"""
 
 import json
 import random
+import re
+import shlex
 import signal
 import threading
 import time
@@ -14,31 +19,47 @@ import httpx2
 import psutil
 import pytest
 
-from tests.support.fake_engine import AUTHORIZED, wait_until
-from tests.support.launchers import free_port
-from tests.support.servers import KEY, RunningServer, needle_with_template, read_events, serve
+from tests.support.fake_ranks import wait_until
+from tests.support.launchers import ROOT, free_port
+from tests.support.servers import AUTHORIZED, NEEDLE, RunningServer, needle_with_template, read_events, serve
 
-OPTIONS = ["--api-key", KEY, "--served-model-name", "needle", "--dtype", "float32", "--max-num-batched-tokens", 32]
-OPTIONS += ["--transfer-key", "of servers"]
+PAGE = (ROOT / "docs" / "disaggregation.md").read_text()
+LINES = [line for block in re.findall(r"^```\n(.*?)^```$", PAGE, re.S | re.M) for line in block.splitlines()]
+MORE = ["--served-model-name", "needle", "--dtype", "float32", "--max-num-batched-tokens", "32", "--transfer-key"]
 NAMES = ["ant", "apple", "ash", "axe"]
 _numbers = random.Random(0)
 
 
+def command(start: str) -> list[list[str]]:
+    """Return the words of the page's commands that begin so."""
+    return [shlex.split(line)[len(start.split()) :] for line in LINES if line.startswith(start)]
+
+
+def without(words: list[str], *names: str) -> list[str]:
+    """Return the words without some options and their values."""
+    dropped = {index + offset for index, word in enumerate(words) if word in names for offset in (0, 1)}
+    return [word for index, word in enumerate(words) if index not in dropped]
+
+
 class Servers:
-    """A prefill server of one rank, and a decode server of two that share a cache."""
+    """The page's servers: one that computes prompts, and one that decodes."""
 
     def __init__(self, directory: Path, model: Path, stack: ExitStack) -> None:
         self._directory, self._model, self._stack = directory, model, stack
         self._port = free_port()
+        self._prefill, decode = command("torchrun --standalone --nproc-per-node")
         self.start()
-        options = [*OPTIONS, "--role", "decode", "--prefill-servers", self.prefill.url]
-        self.decode = stack.enter_context(serve(directory, model, 2, *options))
+        self.decode = self._serve([*without(decode, "--prefill-servers"), "--prefill-servers", self.prefill.url])
         self.wait_for_transfers()
 
     def start(self) -> None:
         """Start the prefill server, on the same port each time."""
-        options = [*OPTIONS, "--role", "prefill"]
-        self.prefill = self._stack.enter_context(serve(self._directory, self._model, 1, *options, port=self._port))
+        self.prefill = self._serve(self._prefill, self._port)
+
+    def _serve(self, words: list[str], port: int | None = None) -> RunningServer:
+        num_ranks, *options = without(words, "-m", "--model", "--port")
+        options = [*options[1:], *MORE, "of servers"]
+        return self._stack.enter_context(serve(self._directory, self._model, int(num_ranks), *options, port=port))
 
     def wait_for_transfers(self) -> None:
         """Wait until the decode server is connected, so that prompts are prefilled elsewhere."""
@@ -53,12 +74,12 @@ class Servers:
 
     def num_moved(self) -> float:
         name = 'kv_transfer_requests_total{direction="received",outcome="done"}'
-        return self.decode.metric(name, **AUTHORIZED)
+        return self.decode.metric(name)
 
     def prefill_processes(self) -> list[psutil.Process]:
-        """Return the prefill server's processes: rank, guard and HTTP."""
-        top = psutil.Process(self.prefill.processes[0].pid)
-        return [top, *top.children(recursive=True)]
+        """Return the prefill server's processes: ranks, guard and HTTP."""
+        ranks = [psutil.Process(process.pid) for process in self.prefill.processes]
+        return [each for rank in ranks for each in (rank, *rank.children(recursive=True))]
 
 
 def prompt(num_facts: int = 25) -> str:
@@ -77,8 +98,21 @@ def ask(server: RunningServer, body: dict[str, Any], path: str = "/v1/completion
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     directory = tmp_path_factory.mktemp("servers")
-    with ExitStack() as stack:
+    ((export,),) = command("export")
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(*export.split("=", 1))
         yield Servers(directory, needle_with_template(directory), stack)
+
+
+def test_the_page_s_question(servers: Servers) -> None:
+    prefill, decode = command("torchrun --standalone --nproc-per-node")
+    ((url, _, authorization, _, content),) = command("curl")
+    ports = [int(words[words.index("--port") + 1]) for words in (prefill, decode)]
+    assert [ROOT / words[words.index("--model") + 1] for words in (prefill, decode)] == [NEEDLE, NEEDLE]
+    assert decode[decode.index("--prefill-servers") + 1] == f"http://127.0.0.1:{ports[0]}"
+    assert url == f"http://127.0.0.1:{ports[1]}/v1/completions"
+    assert authorization == "Authorization: Bearer $DCPMLA_API_KEY"
+    assert ask(servers.decode, json.loads(content))["choices"][0]["text"].startswith("123")
 
 
 @pytest.mark.parametrize(
@@ -164,12 +198,6 @@ def test_a_replay_changes_no_answer(servers: Servers, salts: tuple[str, str], is
     assert (ask(servers.decode, own)["choices"] != expected) is is_other
 
 
-def test_clients_are_no_servers(servers: Servers) -> None:
-    for path in ("/kv/connect", "/kv/prefill"):
-        for server in (servers.prefill, servers.decode):
-            assert httpx2.post(f"{server.url}{path}", json={}, headers=AUTHORIZED).status_code == 401
-
-
 def test_equal_prompts_share(servers: Servers) -> None:
     body = {"prompt": prompt(), "max_tokens": 4}
     first = ask(servers.prefill, {**body, "max_tokens": 1, "kv_transfer_params": ASK})
@@ -189,7 +217,7 @@ def test_a_client_that_goes_away_leaves_nothing(servers: Servers, num_facts: int
 
 def is_idle(server: RunningServer) -> bool:
     """Return whether nothing runs, and no blocks are held."""
-    return all(server.metric(name, **AUTHORIZED) == 0 for name in ("requests_running", "kv_cache_use"))
+    return all(server.metric(name) == 0 for name in ("requests_running", "kv_cache_use"))
 
 
 def test_a_prefill_server_that_is_stopped_killed_and_started_again(servers: Servers) -> None:
@@ -200,12 +228,12 @@ def test_a_prefill_server_that_is_stopped_killed_and_started_again(servers: Serv
     answers: list[Any] = []
     thread = threading.Thread(target=lambda: answers.append(ask(servers.decode, body)["choices"]))
     thread.start()
-    wait_until(lambda: servers.decode.metric("requests_running", **AUTHORIZED) == 1, servers.decode.log())
+    wait_until(lambda: servers.decode.metric("requests_running") == 1, servers.decode.log())
     for process in servers.prefill_processes():
         process.kill()
     thread.join()
     assert json.dumps(answers) == json.dumps([expected])
-    assert servers.decode.metric("kv_transfer_local_prefills_total", **AUTHORIZED) >= 1
+    assert servers.decode.metric("kv_transfer_local_prefills_total") >= 1
     ask(servers.decode, {"prompt": prompt(), "max_tokens": 2})  # without any prefill server
     servers.start()
     servers.wait_for_transfers()

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
-from tests.hostile_soak import HEADERS, OPTIONS, hostile, is_quiet, num_processes
-from tests.support.servers import KEY, QUESTION, RunningServer, needle_with_template, serve
+from tests.hostile_soak import OPTIONS, hostile, is_quiet, num_processes
+from tests.support.servers import AUTHORIZED, KEY, QUESTION, RunningServer, needle_with_template, serve
 
 ENDS = {200, 400, 404}
 
@@ -23,12 +23,12 @@ def leave(server: RunningServer, path: str, content: bytes) -> None:
         connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_hostile_requests_end(num_ranks: int, tmp_path: Path) -> None:
     body = {"prompt": QUESTION, "max_tokens": 4, "temperature": 0}
     with (
         serve(tmp_path, needle_with_template(tmp_path), num_ranks, "--api-key", KEY, *OPTIONS) as server,
-        httpx2.Client(base_url=server.url, headers=HEADERS, timeout=300) as client,
+        httpx2.Client(base_url=server.url, headers=AUTHORIZED, timeout=300) as client,
     ):
         expected = client.post("/v1/completions", json=body).json()["choices"]
         num_at_rest = num_processes(server)

@@ -19,6 +19,7 @@ from dcpmla.serving.settings import Settings
 from dcpmla.serving.worker import CLIENT, Allowance, Worker
 from tests.serving.test_client import make_engine
 from tests.support.agent import TEMPLATE, WEATHER
+from tests.support.asgi import Client
 from tests.support.scripted import scripted_tokenizer
 
 LONG = "word " * 20_000
@@ -67,29 +68,6 @@ class Slow(Worker):
             self.num_ended += 1
 
 
-class Client:
-    """A client of an application, which sends a body and then leaves when told to."""
-
-    def __init__(self, app: Any, path: str, body: bytes) -> None:
-        self.status, self._left = 0, asyncio.Event()
-        self._messages = [{"type": "http.request", "body": body, "more_body": False}]
-        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
-        self.task = asyncio.create_task(app(scope, self._receive, self._send))
-
-    async def _receive(self) -> Any:
-        if self._messages:
-            return self._messages.pop()
-        await self._left.wait()
-        return {"type": "http.disconnect"}
-
-    async def _send(self, message: Any) -> None:
-        self.status = message.get("status", self.status)
-
-    async def leave(self) -> None:
-        self._left.set()
-        await self.task
-
-
 def slow_api() -> tuple[Engine, Slow, Api]:
     engine, _ = make_engine(max_num_seqs=2)  # with a queue of one more
     tokenizer = scripted_tokenizer(TEMPLATE)
@@ -100,47 +78,40 @@ def slow_api() -> tuple[Engine, Slow, Api]:
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
-def test_work_ends_with_its_client(path: str, body: dict[str, Any]) -> None:
-    async def scenario() -> None:
-        engine, worker, api = slow_api()
-        packed = json.dumps(body).encode()
-        client = Client(api.app(), path, packed)
-        while not worker.num_called:
-            assert not client.task.done(), client.status
-            await asyncio.sleep(0)
-        assert (engine._num_prepared, api._receiver._num_bytes) == (1, len(packed))
-        await client.leave()
-        assert worker.num_called == worker.num_ended == 1
-        assert (engine._num_prepared, api._receiver._num_bytes, len(engine._open)) == (0, 0, 0)
-        assert client.status == 499
-        assert len(asyncio.all_tasks()) == 1
-
-    asyncio.run(scenario())
-
-
-def test_requests_count_before_they_are_submitted() -> None:
-    """The queue has room for three; the fourth is refused, and served once another client has left."""
-
-    async def scenario() -> None:
-        engine, worker, api = slow_api()
-        app, body = api.app(), json.dumps({"prompt": LONG}).encode()
-        clients = [Client(app, "/v1/completions", body) for _ in range(3)]
-        while worker.num_called < 3:
-            await asyncio.sleep(0)
-        fourth = Client(app, "/tokenize", body)
-        await fourth.task
-        assert fourth.status == 429
-        fifth = Client(app, "/v1/completions", body)
+async def test_work_ends_with_its_client(path: str, body: dict[str, Any]) -> None:
+    engine, worker, api = slow_api()
+    packed = json.dumps(body).encode()
+    client = Client(api.app(), path, packed)
+    while not worker.num_called:
+        assert not client.task.done(), client.status
         await asyncio.sleep(0)
-        await clients[0].leave()  # while the fifth one waits a moment
-        while worker.num_called < 4:
-            assert not fifth.task.done()
-            await asyncio.sleep(0.01)
-        for client in (*clients[1:], fifth):
-            await client.leave()
-        assert engine._num_prepared == 0
+    assert (engine._num_prepared, api._receiver._num_bytes) == (1, len(packed))
+    await client.leave()
+    assert worker.num_called == worker.num_ended == 1
+    assert (engine._num_prepared, api._receiver._num_bytes, len(engine._open)) == (0, 0, 0)
+    assert client.status == 499
+    assert len(asyncio.all_tasks()) == 1
 
-    asyncio.run(scenario())
+
+async def test_requests_count_before_they_are_submitted() -> None:
+    """The queue has room for three; the fourth is refused, and served once another client has left."""
+    engine, worker, api = slow_api()
+    app, body = api.app(), json.dumps({"prompt": LONG}).encode()
+    clients = [Client(app, "/v1/completions", body) for _ in range(3)]
+    while worker.num_called < 3:
+        await asyncio.sleep(0)
+    fourth = Client(app, "/tokenize", body)
+    await fourth.task
+    assert fourth.status == 429
+    fifth = Client(app, "/v1/completions", body)
+    await asyncio.sleep(0)
+    await clients[0].leave()  # while the fifth one waits a moment
+    while worker.num_called < 4:
+        assert not fifth.task.done()
+        await asyncio.sleep(0.01)
+    for client in (*clients[1:], fifth):
+        await client.leave()
+    assert engine._num_prepared == 0
 
 
 def blocked(prepared: Any, started: threading.Semaphore, end: threading.Event) -> None:
@@ -148,38 +119,34 @@ def blocked(prepared: Any, started: threading.Semaphore, end: threading.Event) -
     end.wait()
 
 
-def test_threads_keep_their_permits_to_the_end() -> None:
+async def test_threads_keep_their_permits_to_the_end() -> None:
     """A client that leaves and comes again gets no more of them, and never all."""
+    background = Background(Prepared(Started("", 9, 9, 1, 9), None), Slow(prepare))
+    started, end, num_threads = threading.Semaphore(0), threading.Event(), background_module._NUM_THREADS
+    permits = background._permits
 
-    async def scenario() -> None:
-        background = Background(Prepared(Started("", 9, 9, 1, 9), None), Slow(prepare))
-        started, end, num_threads = threading.Semaphore(0), threading.Event(), background_module._NUM_THREADS
-        permits = background._permits
+    def work(client: str, num: int) -> list[asyncio.Task[Any]]:
+        CLIENT.set(client)
+        run = background.run
+        return [asyncio.create_task(run(1, Allowance(), blocked, started, end)) for _ in range(num)]
 
-        def work(client: str, num: int) -> list[asyncio.Task[Any]]:
-            CLIENT.set(client)
-            run = background.run
-            return [asyncio.create_task(run(1, Allowance(), blocked, started, end)) for _ in range(num)]
-
-        first = work("a", num_threads + 5)
-        for _ in range(num_threads - 1):
-            await asyncio.to_thread(started.acquire)
-        for task in first:
-            task.cancel()
-        await asyncio.gather(*first, return_exceptions=True)
-        again, other = work("a", 3), work("b", 1)
-        await asyncio.to_thread(started.acquire)  # the other client's
-        assert permits._all.locked()
-        assert [permits._of_clients[client].locked() for client in "ab"] == [True, False]
-        end.set()
-        await asyncio.gather(*again, *other)
-        while permits._all._value < num_threads:  # The threads' ends come one by one.
-            await asyncio.sleep(0.001)
-
-    asyncio.run(scenario())
+    first = work("a", num_threads + 5)
+    for _ in range(num_threads - 1):
+        await asyncio.to_thread(started.acquire)
+    for task in first:
+        task.cancel()
+    await asyncio.gather(*first, return_exceptions=True)
+    again, other = work("a", 3), work("b", 1)
+    await asyncio.to_thread(started.acquire)  # the other client's
+    assert permits._all.locked()
+    assert [permits._of_clients[client].locked() for client in "ab"] == [True, False]
+    end.set()
+    await asyncio.gather(*again, *other)
+    while permits._all._value < num_threads:  # The threads' ends come one by one.
+        await asyncio.sleep(0.001)
 
 
-def test_other_clients_are_answered_between_large_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_other_clients_are_answered_between_large_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight clients send large bodies at once: between any two that are parsed, a small one is."""
     parsed: list[int] = []
     parse = receive.parse
@@ -189,19 +156,15 @@ def test_other_clients_are_answered_between_large_bodies(monkeypatch: pytest.Mon
         return parse(kind, content)
 
     monkeypatch.setattr(receive, "parse", counting)
-
-    async def scenario() -> None:
-        engine, _, api = slow_api()
-        engine.max_waiting = 100
-        app, large = api.app(), json.dumps({"prompt": LONG}).encode()
-        clients = [Client(app, "/v1/completions", large) for _ in range(8)]
-        while sum(size > len(LONG) for size in parsed) < 8:
-            small = Client(app, "/tokenize", b'{"prompt": 1}')
-            await small.task
-            assert small.status == 400
-        for client in clients:
-            await client.leave()
-
-    asyncio.run(scenario())
+    engine, _, api = slow_api()
+    engine.max_waiting = 100
+    app, large = api.app(), json.dumps({"prompt": LONG}).encode()
+    clients = [Client(app, "/v1/completions", large) for _ in range(8)]
+    while sum(size > len(LONG) for size in parsed) < 8:
+        small = Client(app, "/tokenize", b'{"prompt": 1}')
+        await small.task
+        assert small.status == 400
+    for client in clients:
+        await client.leave()
     places = [index for index, size in enumerate(parsed) if size > len(LONG)]
     assert all(after - before > 1 for before, after in itertools.pairwise(places))

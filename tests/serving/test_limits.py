@@ -1,29 +1,33 @@
 """Limits of a connection: whatever its state, a client cannot hold it, its memory or the event loop for ever."""
 
 import json
+import os
 import random
 import socket
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 import httpx2
 import pytest
 
-from tests.support.fake_engine import (
+from dcpmla.serving.chat_body import ChatBody
+from dcpmla.serving.protocol import CompletionBody
+from tests.support.fake_ranks import (
     AT_ONCE,
-    AUTHORIZED,
     LATE,
     LONG,
-    MEMORY,
     NEVER,
     SLOW,
-    FakeEngine,
+    FakeRanks,
     head,
     is_closed,
     request,
     wait_until,
 )
+from tests.support.servers import AUTHORIZED, read_events
 
 pytestmark = pytest.mark.usefixtures("within_limits")
 
@@ -60,8 +64,8 @@ def send_until_closed(connection: socket.socket, piece: bytes, most: int, pause:
         (head(None), b"1\r\nx\r\n"),
     ],
 )
-def test_endless_bytes(engine: FakeEngine, start: bytes, piece: bytes) -> None:
-    connection = engine.connect(start)
+def test_endless_bytes(ranks: FakeRanks, start: bytes, piece: bytes) -> None:
+    connection = ranks.connect(start)
     most = 512 << 20
     assert send_until_closed(connection, piece * (32_000 // len(piece) + 1), most) < most
     assert is_closed(connection)
@@ -78,34 +82,38 @@ DRIPPING = [
 SILENT = [b"", b"GET / HT", head(None) + b"0\r\n"]
 
 
-def test_dripping_bytes_and_silence(engine: FakeEngine) -> None:
+def test_dripping_bytes_and_silence(ranks: FakeRanks) -> None:
     """On connections that are open at the same time."""
-    silent = [engine.connect(start) for start in SILENT]
-    dripping = [(engine.connect(start), piece) for start, piece in DRIPPING]
+    silent, late = [ranks.connect(start) for start in SILENT], ranks.connect(head(100))
+    dripping = [(ranks.connect(start), piece) for start, piece in DRIPPING]
     with ThreadPoolExecutor(len(dripping)) as pool:
         sent = pool.map(lambda each: send_until_closed(*each, LATE * 10 * len(each[1]), 0.1), dripping)
+        ask_well(ranks)
     for (connection, piece), num_sent in zip(dripping, sent, strict=True):
         assert num_sent < LATE * 10 * len(piece), piece
         assert is_closed(connection)
     assert all(map(is_closed, silent))
+    assert late.recv(1000).startswith(b"HTTP/1.1 408")
+    late.close()
 
 
-def test_bodies_have_a_total(engine: FakeEngine) -> None:
+def test_bodies_have_a_total(ranks: FakeRanks) -> None:
     """Two of three stop before their end; the third is refused, and the server keeps nothing once they are gone."""
     data = head(14 << 20) + b" " * (11 << 20)
-    connections = [engine.connect(data) for _ in range(2)]
-    answer = httpx2.post(f"{engine.url}/v1/completions", content=b" " * (14 << 20), headers=AUTHORIZED, timeout=LATE)
+    connections = [ranks.connect(data) for _ in range(2)]
+    answer = httpx2.post(f"{ranks.url}/v1/completions", content=b" " * (14 << 20), headers=AUTHORIZED, timeout=LATE)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-    assert engine.is_healthy()
+    assert ranks.is_healthy()
     for connection in connections:
         connection.close()
-    wait_until(lambda: engine.num_connections() == 0, "connections are left")
+    wait_until(lambda: ranks.num_connections() == 0, "connections are left")
     body = json.dumps({"prompt": [AT_ONCE], "user": "x" * (14 << 20)})
     for _ in range(4):
-        answer = httpx2.post(f"{engine.url}/v1/completions", content=body, headers=AUTHORIZED, timeout=LATE)
+        answer = httpx2.post(f"{ranks.url}/v1/completions", content=body, headers=AUTHORIZED, timeout=LATE)
         assert answer.status_code == 200
 
 
+NAMES = [*CompletionBody.model_fields, *ChatBody.model_fields, "tools", "tokens", "x"]
 MESSAGE = {"role": "user", "content": "x"}
 
 
@@ -123,25 +131,56 @@ MESSAGE = {"role": "user", "content": "x"}
     ],
     ids=["messages", "many messages", "objects", "lists", "numbers", "fields", "escapes", "quotes"],
 )
-def test_absurd_bodies(engine: FakeEngine, content: str) -> None:
+def test_absurd_bodies(ranks: FakeRanks, content: str) -> None:
     path = "/v1/chat/completions" if "messages" in content[:20] else "/v1/completions"
-    memory = engine.memory()
     for _ in range(2):
-        answer = httpx2.post(f"{engine.url}{path}", content=content, headers=AUTHORIZED, timeout=LATE)
+        answer = httpx2.post(f"{ranks.url}{path}", content=content, headers=AUTHORIZED, timeout=LATE)
         assert answer.status_code == 400
-    assert engine.memory() < memory + MEMORY
+
+
+NUMBERS = ["0", "-1", "7", "-0.0", "1e999", "1e-400", "NaN", "-Infinity", "9" * 400, str(2**63), str(2**64), "0.5"]
+STRINGS = [r'"\ud800"', r'"\udfff\ud800"', r'"\u0000"', '"\x7f"', '"é😀"', '""', '"a"', '"' + "x" * 3000 + '"']
+STATUSES = {200, 400, 401, 404, 405, 408, 411, 413, 414, 415, 422, 429, 431, 501, 503, 505}
+
+
+def random_json(draw: random.Random, depth: int = 0) -> str:
+    """Return the text of a value, which a strict parser may refuse."""
+    kind = draw.randrange(6 if depth < 4 else 3)
+    if kind < 3:
+        return draw.choice([["null", "true", "false"], NUMBERS, STRINGS][kind])
+    if kind == 3 and draw.random() < 0.1:
+        levels = draw.choice([30, 900, 20_000])
+        return "[" * levels + "]" * (levels - draw.randrange(2))
+    values = [random_json(draw, depth + 1) for _ in range(draw.randrange(4))]
+    if kind == 4:
+        return "{" + ", ".join(f'"{draw.choice(NAMES)}": {value}' for value in values) + "}"
+    return f"[{', '.join(values)}]"
+
+
+def random_body(draw: random.Random) -> bytes:
+    """Return a request for one token with some fields more, whose names may come twice."""
+    more = [f'"{draw.choice(NAMES)}": {random_json(draw)}' for _ in range(draw.randrange(4))]
+    fields = [f'"prompt": [{AT_ONCE}]', '"max_tokens": 1', *more]
+    draw.shuffle(fields)
+    body = ("{" + ", ".join(fields) + "}").encode()
+    return head(len(body), draw.choice(["/v1/completions", "/v1/chat/completions", "/tokenize", "/x"])) + body
 
 
 def random_bytes(draw: random.Random) -> bytes:
     """Return a request, several in a row or a part of one, changed at random."""
+    lengths = ["-1", str(10**30), "9", "1, 2", "x", "3\r\nTransfer-Encoding: chunked", "3\r\n: b", "3\r\n" + "a" * 9000]
+    chunks = [b"5\r\nhello\r\n", b"zz\r\n", b"-1\r\n", b"fffffffffffffffff\r\n", b"3\r\nabcdef\r\n"]
     pieces = [
         request(AT_ONCE),
         request(NEVER, stream=draw.random() < 0.5),
         request(LONG, stream=draw.random() < 0.5),
         request(SLOW, stream=True),
         request(AT_ONCE, n=draw.choice([0, 1, 5, 1000]), max_tokens=draw.choice([1, -1, 10**9])),
+        random_body(draw),
+        random_body(draw),
         head(draw.choice([0, 1, 1000, 10**12])),
-        head(None) + b"5\r\nhello\r\n",
+        head(0).replace(b"Content-Length: 0", f"Content-Length: {draw.choice(lengths)}".encode()) + b"{}",
+        head(None) + draw.choice(chunks),
         b"GET /health HTTP/1.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
         b"0\r\n\r\n",
         draw.randbytes(draw.randrange(1000)),
@@ -153,18 +192,45 @@ def random_bytes(draw: random.Random) -> bytes:
     return bytes(data[: draw.choice([len(data), draw.randrange(len(data) + 1)])])
 
 
-def test_random_clients(engine: FakeEngine) -> None:
-    draw = random.Random(11)
+def ask_well(ranks: FakeRanks, **fields: Any) -> None:
+    """Send a request until it is taken, and check its whole answer."""
+    body, until = {"prompt": [AT_ONCE], **fields}, time.monotonic() + LATE
+    while True:
+        answer = httpx2.post(f"{ranks.url}/v1/completions", json=body, headers=AUTHORIZED, timeout=LATE)
+        if answer.status_code not in (429, 503):
+            break
+        assert time.monotonic() < until, "the request is not taken"
+        time.sleep(0.1)
+    assert answer.status_code == 200
+    values = read_events(answer.text.splitlines()) if fields.get("stream") else [answer.json()]
+    texts = [(choice["index"], choice["text"]) for value in values for choice in value["choices"]]
+    assert sorted(texts) == [(index, "a") for index in range(fields.get("n", 1))]
+
+
+def test_random_clients(ranks: FakeRanks) -> None:
+    """Whatever they send and however they leave, well-formed requests are answered. DCPMLA_FUZZ_SEED chooses others."""
+    draw = random.Random(int(os.environ.get("DCPMLA_FUZZ_SEED", "0")))
     connections: list[socket.socket] = []
-    for number in range(300):
+    statuses = Counter[int]()
+    for number in range(400):
         with suppress(ConnectionError):
-            connections.append(engine.connect(random_bytes(draw)))
+            connections.append(ranks.connect(random_bytes(draw)))
         if connections and draw.random() < 0.7:
             left = connections.pop(draw.randrange(len(connections)))
-            if draw.random() < 0.5:
-                left.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset
+            with suppress(OSError):
+                left.settimeout(draw.choice([0, 0, 0.2]))
+                start = left.recv(100)
+                statuses[int(start.split()[1]) if start.startswith(b"HTTP/1.1 ") else 0] += 1
+                if draw.random() < 0.5:
+                    left.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset
+                elif draw.random() < 0.5:
+                    left.shutdown(socket.SHUT_WR)
             left.close()
-        if number % 50 == 0:
-            assert engine.is_healthy()
+        if number % 40 == 0:
+            assert ranks.is_healthy()
+            ask_well(ranks, n=draw.choice([1, 2]), stream=draw.random() < 0.5)
     for connection in connections:
         connection.close()
+    assert statuses.keys() - {0} <= STATUSES
+    assert statuses[200], statuses
+    assert statuses[400], statuses

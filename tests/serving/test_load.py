@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,15 @@ import httpx2
 import pytest
 
 from tests.support.launchers import run_forked, unattended
-from tests.support.servers import KEY, RunningServer, read_events
+from tests.support.servers import AUTHORIZED, RunningServer, read_events
 
-AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
 NUM_STREAMS = 100  # more than run at once
 
 
 def wait_for(server: RunningServer, name: str, value: float, seconds: float = 10) -> None:
     until = time.monotonic() + seconds
-    while server.metric(name, **AUTHORIZED) != value:
-        assert time.monotonic() < until, f"{name} is {server.metric(name, **AUTHORIZED)}"
+    while server.metric(name) != value:
+        assert time.monotonic() < until, f"{name} is {server.metric(name)}"
         time.sleep(0.05)
 
 
@@ -72,24 +72,19 @@ async def stream(client: httpx2.AsyncClient, body: dict[str, Any], num_chunks: i
     return "".join(choice["text"] for chunk in read_events(lines) for choice in chunk["choices"])
 
 
-def test_every_answer_is_generate_s(server: RunningServer, model: Path, tmp_path: Path) -> None:
+async def test_every_answer_is_generate_s(server: RunningServer, model: Path, tmp_path: Path) -> None:
     requests = bodies()
     leaves = [random.Random(number).choice([0, 1, 2]) if number % 4 == 3 else None for number in range(NUM_STREAMS)]
-
-    async def ask() -> list[str | None]:
-        limits = httpx2.Limits(max_connections=None)
-        async with httpx2.AsyncClient(base_url=server.url, headers=AUTHORIZED, timeout=120, limits=limits) as client:
-            asked = (stream(client, body, leave) for body, leave in zip(requests, leaves, strict=True))
-            return list(await asyncio.gather(*asked))
-
-    answers = asyncio.run(ask())
+    limits = httpx2.Limits(max_connections=None)
+    async with httpx2.AsyncClient(base_url=server.url, headers=AUTHORIZED, timeout=120, limits=limits) as client:
+        answers = await asyncio.gather(*map(partial(stream, client), requests, leaves))
     expected = generated(model, tmp_path, requests)
     for answer, leave, text in zip(answers, leaves, expected, strict=True):
         assert answer == (text if leave is None else answer)
         assert leave is not None or answer is not None
     wait_for(server, "requests_running", 0)
-    assert server.metric("kv_cache_use", **AUTHORIZED) == 0
-    assert server.metric("requests_waiting", **AUTHORIZED) == 0
+    assert server.metric("kv_cache_use") == 0
+    assert server.metric("requests_waiting") == 0
 
 
 async def ask_and_leave(server: RunningServer, body: dict[str, Any]) -> None:
@@ -101,12 +96,12 @@ async def ask_and_leave(server: RunningServer, body: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
-def test_a_client_that_goes_away_frees_its_blocks(server: RunningServer, is_stream: bool) -> None:
+async def test_a_client_that_goes_away_frees_its_blocks(server: RunningServer, is_stream: bool) -> None:
     """The request would take thousands of steps."""
     aborts = 'requests_total{finish_reason="abort"}'
     body = {"prompt": "amber-ant?", "max_tokens": 2000, "ignore_eos": True, "stream": is_stream, "n": 2}
-    num_aborted = server.metric(aborts, **AUTHORIZED)
-    asyncio.run(ask_and_leave(server, body))
+    num_aborted = server.metric(aborts)
+    await ask_and_leave(server, body)
     wait_for(server, "requests_running", 0)
-    assert server.metric("kv_cache_use", **AUTHORIZED) == 0
+    assert server.metric("kv_cache_use") == 0
     wait_for(server, aborts, num_aborted + 2)

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, reject
 from hypothesis import strategies as st
 
 from dcpmla.runtime.grammar import Grammar
@@ -18,26 +18,16 @@ from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.messages import (
     LENGTH,
     Abort,
-    Close,
     Command,
     Connect,
-    Disconnect,
     Drain,
-    First,
-    Lose,
     Message,
     Move,
-    Opened,
     Output,
-    Pull,
     RanksMessage,
     Report,
-    Seen,
-    Started,
     Stop,
-    Stopped,
     Submit,
-    Wanted,
     pack,
     unpack,
     unpack_commands,
@@ -74,102 +64,68 @@ class Wire:
         self.sent += packed
 
 
-COMMANDS: list[Command] = [
-    Submit([4, 5], [1, (1 << 64) - 1], [0, (1 << 31) - 1, 7], PARAMS, "salt \u00fc\0"),
-    Abort([4]),
-    Stop(5, 17),
-    Seen({6: 16, 8: 33}),
-    Submit([6], [0], [1], SamplingParams(stop="x", grammar=Grammar("choice", '["a"]', (5,)), ignore_eos=False)),
-    Submit([7], [0], [1], PARAMS, move=Move("h", reader="other")),
-    Submit([8], [0], [1], PARAMS, move=Move("", ("engine", "h"), TOKEN)),
-    JOB,
-    Disconnect("engine"),
-    Pull(8, "engine", "h"),
-    First(8, TokenLogprobs(3, None, ())),
-    Lose(8, True),
-    Close(),
-]
+SUBMIT = Submit([4, 5], [1, (1 << 64) - 1], [0, (1 << 31) - 1, 7], PARAMS, "salt \u00fc\0")
 OUTPUT = Output(7, "", (1, 2), (TOKEN, TOKEN), "length", 4, (TokenLogprobs(5, None, ()),))
-MESSAGES: list[RanksMessage] = [
-    Opened("/models/\u00fc"),
-    Started("/models", 300, 100, 4, 1000, "kimi_k3", "kimi_linear", "def f(): ...", [1, 2], "no bytes", JOB),
-    Wanted(3, [1, 2], PARAMS, "salt"),
-    Report([OUTPUT, Output(8, error="wrong")], 1 << 40, 1, 2, 0.5, {("preemptions",): 3}, num_unseen=4),
-    Report([], 0, 0, 0, 0.0, {("kv_transfer_requests", "sent", "done"): 1.0}, ["d"]),
-    Drain(),
-    Stopped(),
-]
-
-
-def test_messages_are_read_as_they_were_sent() -> None:
-    """All kinds of them."""
-    assert [*unpack_commands(b"".join(map(pack, COMMANDS)))] == COMMANDS
-    assert [unpack(pack(message)[LENGTH.size :]) for message in MESSAGES] == MESSAGES
-    assert {*map(type, COMMANDS)} == {*get_args(Command)}
-    assert {*map(type, MESSAGES)} == {*get_args(RanksMessage)}
-    assert Connect.of(JOB.json_fields()) == JOB
+REPORT = Report([OUTPUT, Output(8, error="wrong")], 1 << 40, 1, 2, 0.5, {("preemptions",): 3}, num_unseen=4)
 
 
 def test_tuples_and_lists_are_as_they_were() -> None:
     """Outputs are joined, and parameters compared."""
-    (report,) = (unpack(pack(MESSAGES[3])[LENGTH.size :]),)
+    report = unpack(pack(REPORT)[LENGTH.size :])
     assert isinstance(report, Report)
+    assert report == REPORT
     assert type(report.outputs[0].logprobs[0]) is TokenLogprobs
     assert type(report.outputs[0].token_ids) is type(report.outputs[0].logprobs[0].top) is tuple
-    (submit,) = unpack_commands(pack(COMMANDS[0]))
+    (submit,) = unpack_commands(pack(SUBMIT))
     assert isinstance(submit, Submit)
+    assert submit == SUBMIT
     assert type(submit.prompt_token_ids) is list
     assert type(submit.params.logit_bias) is type(submit.params.stop) is tuple
 
 
-NUMBERS = st.integers(0, (1 << 63) - 1)
-FLOATS = st.floats(allow_nan=False)
-TEXTS = st.text()
-TOKENS = st.builds(
-    TokenLogprobs, NUMBERS, st.none() | FLOATS, st.lists(st.tuples(NUMBERS, FLOATS), max_size=3).map(tuple)
-)
-OUTPUTS = st.builds(
-    Output,
-    NUMBERS,
-    TEXTS,
-    st.lists(NUMBERS, max_size=5).map(tuple),
-    st.lists(TOKENS, max_size=3).map(tuple),
-    st.none() | TEXTS,
-    NUMBERS,
-    st.lists(TOKENS, max_size=3).map(tuple),
-    error=TEXTS,
-    offsets=st.lists(NUMBERS, max_size=5).map(tuple),
-)
-PARAMETERS = st.builds(
+st.register_type_strategy(CacheLayout, st.just(LAYOUT))
+st.register_type_strategy(
     SamplingParams,
-    max_new_tokens=st.integers(1, 1 << 31),
-    temperature=st.floats(0, 10),
-    seed=st.integers(0, (1 << 64) - 1),
-    stop=st.lists(st.text(min_size=1), max_size=3).map(tuple),
-    logit_bias=st.dictionaries(NUMBERS, st.floats(-100, 100), max_size=3),
-    logprobs=st.none() | st.integers(0, 20),
+    st.builds(
+        SamplingParams,
+        max_new_tokens=st.integers(1, 1 << 31),
+        temperature=st.floats(0, 10),
+        seed=st.integers(0, (1 << 64) - 1),
+        stop=st.lists(st.text(min_size=1), max_size=3).map(tuple),
+        grammar=st.none() | st.builds(Grammar, st.just("choice"), st.just('["a"]'), st.just((5,))),
+        logit_bias=st.dictionaries(st.integers(0, 1 << 31), st.floats(-100, 100), max_size=3),
+        logprobs=st.none() | st.integers(0, 20),
+    ),
 )
-IDS = st.lists(NUMBERS, max_size=5)
-MOVES = st.builds(Move, TEXTS, st.none() | st.tuples(TEXTS, TEXTS), st.none() | TOKENS, TEXTS)
 
 
-@given(
-    st.builds(Submit, IDS, IDS, IDS, PARAMETERS, TEXTS, MOVES)
-    | st.builds(Abort, IDS)
-    | st.builds(Seen, st.dictionaries(NUMBERS, NUMBERS, max_size=3))
-    | st.builds(Pull, NUMBERS, TEXTS, TEXTS)
-    | st.builds(First, NUMBERS, TOKENS)
-)
+def any_of(kind: Any) -> st.SearchStrategy[Any]:
+    """Return a strategy of messages, or of parts of them, with all their fields."""
+    fields = kind._fields if issubclass(kind, tuple) else kind.__struct_fields__
+    return st.builds(kind, **dict.fromkeys(fields, ...))
+
+
+for part in (Output, Move):
+    st.register_type_strategy(part, any_of(part))
+
+
+def packed_of(message: Message) -> bytes:
+    """Return a message as it travels; numbers that no message has are left out."""
+    assume("nan" not in repr(message))
+    try:
+        return pack(message)
+    except OverflowError:
+        reject()
+
+
+@given(st.one_of(*map(any_of, get_args(Command))))
 def test_any_command_is_read_as_it_was_sent(command: Command) -> None:
-    assert [*unpack_commands(pack(command) * 2)] == [command] * 2
+    assert [*unpack_commands(packed_of(command) * 2)] == [command] * 2
 
 
-@given(
-    st.builds(Report, st.lists(OUTPUTS, max_size=3), NUMBERS, NUMBERS, NUMBERS, st.floats(0, 1), st.just({}))
-    | st.builds(Wanted, NUMBERS, IDS, PARAMETERS, TEXTS)
-)
+@given(st.one_of(*map(any_of, get_args(RanksMessage))))
 def test_any_report_is_read_as_it_was_sent(message: RanksMessage) -> None:
-    assert unpack(pack(message)[LENGTH.size :]) == message
+    assert unpack(packed_of(message)[LENGTH.size :]) == message
 
 
 def test_a_prompt_has_five_bytes_a_token_however_many_choices_it_has() -> None:
@@ -187,20 +143,19 @@ def forged(command: Message, **changes: Any) -> bytes:
 
 def malformed() -> Iterator[tuple[bytes, str]]:
     """Yield commands that the HTTP process never sends, and words of their refusals."""
-    submit = COMMANDS[0]
     params = msgspec.msgpack.decode(msgspec.msgpack.encode(PARAMS))
-    yield forged(submit, params={**params, "temperature": -1}), "temperature"
-    yield forged(submit, params={**params, "seed": 1 << 63, "min_tokens": 8}), "min_tokens is 8"
-    yield forged(submit, params={**params, "grammar": {"kind": "code", "text": "a"}}), "grammar.kind"
-    yield forged(submit, prompt_token_ids=[1, "2"]), "Expected `int`, got `str`"
-    yield forged(submit, prompt_token_ids=[1, True]), "Expected `int`, got `bool`"
-    yield forged(submit, move=["h", "engine"]), "move"
-    yield forged(submit, more=1), "unknown field"
-    yield forged(submit, type="System"), "Invalid value 'System'"
+    yield forged(SUBMIT, params={**params, "temperature": -1}), "temperature"
+    yield forged(SUBMIT, params={**params, "seed": 1 << 63, "min_tokens": 8}), "min_tokens is 8"
+    yield forged(SUBMIT, params={**params, "grammar": {"kind": "code", "text": "a"}}), "grammar.kind"
+    yield forged(SUBMIT, prompt_token_ids=[1, "2"]), "Expected `int`, got `str`"
+    yield forged(SUBMIT, prompt_token_ids=[1, True]), "Expected `int`, got `bool`"
+    yield forged(SUBMIT, move=["h", "engine"]), "move"
+    yield forged(SUBMIT, more=1), "unknown field"
+    yield forged(SUBMIT, type="System"), "Invalid value 'System'"
     yield forged(Drain()), "Invalid value 'Drain'"
     yield forged(JOB, layout={**JOB.json_fields()["layout"], "dcp_size": 3}), "dcp_size 3 does not divide"
     yield forged(Stop(1, 2), num_tokens=None), "num_tokens"
-    whole = pack(submit)
+    whole = pack(SUBMIT)
     yield LENGTH.pack(len(whole) - LENGTH.size - 1) + whole[LENGTH.size : -1], "truncated"
     yield LENGTH.pack(5) + b"\xdd\xff\xff\xff\xff", "Expected `object`, got `array`"
 
@@ -213,6 +168,7 @@ def test_a_malformed_command_is_refused(packed: bytes, words: str) -> None:
 
 def test_jobs_with_other_fields_are_refused() -> None:
     fields = JOB.json_fields()
+    assert Connect.of(fields) == JOB
     for wrong in ({**fields, "layout": {**fields["layout"], "more": 1}}, {**fields, "more": 1}):
         with pytest.raises(ValueError, match="more"):
             Connect.of(wrong)
@@ -231,8 +187,8 @@ class Attack:
 def test_a_pickle_is_no_command(tmp_path: Path) -> None:
     """In place of the whole command, and of fields of it."""
     code = pickle.dumps(Attack(tmp_path / "touched"))
-    bodies = [LENGTH.pack(len(code)) + code, forged(COMMANDS[0], params=code), forged(COMMANDS[0], move=code)]
-    for packed in [*bodies, forged(COMMANDS[0], prompt_token_ids=[code]), forged(JOB, layout=code)]:
+    bodies = [LENGTH.pack(len(code)) + code, forged(SUBMIT, params=code), forged(SUBMIT, move=code)]
+    for packed in [*bodies, forged(SUBMIT, prompt_token_ids=[code]), forged(JOB, layout=code)]:
         with pytest.raises(ValueError, match=r"Expected|malformed|missing"):
             list(unpack_commands(packed))
     with suppress(struct.error, ValueError):

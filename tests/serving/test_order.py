@@ -1,7 +1,7 @@
 """Reasoning, texts and calls reach clients in the order in which the model wrote them, whatever an output has."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import anthropic
@@ -24,11 +24,9 @@ from dcpmla.serving.replies import Reply, event
 from dcpmla.serving.responses_body import ResponsesBody
 from dcpmla.serving.responses_reply import ResponsesReply
 from dcpmla.serving.slices import slices
-from tests.serving.chat.answers import TEMPLATES, Call, cut, parser_of, render, some_calls
-from tests.support.agent import TEMPLATE, WEATHER, call
+from tests.serving.chat.answers import KINDS, TEMPLATES, Call, cut, parser_of, render, some_calls
+from tests.support.agent import WEATHER
 from tests.support.examples import few
-from tests.support.scripted import RunningScript, scripted_tokenizer, serve_script
-from tests.support.servers import KEY
 from tests.support.whole_answers import whole_of
 
 HIDDEN = "<|pad|>"
@@ -75,6 +73,11 @@ def of_messages(client: Any, streams: bool, **body: Any) -> Blocks:
     if streams:
         with client.messages.stream(**body) as stream:
             message = stream.get_final_message()
+        events = [event for event in client.messages.create(**body, stream=True) if event.type != "ping"]
+        names = [event.type for event in events if event.type != "content_block_delta"]
+        blocks_alone = ["content_block_start", "content_block_stop"] * len(message.content)
+        assert names == ["message_start", *blocks_alone, "message_delta", "message_stop"]
+        assert events[-2].usage.output_tokens == message.usage.output_tokens
     else:
         message = client.messages.create(**body)
     blocks: Blocks = []
@@ -87,14 +90,28 @@ def of_messages(client: Any, streams: bool, **body: Any) -> Blocks:
     return blocks
 
 
+ITEMS = ("added", "done")
+PART = ("output_item.added", "content_part.added", "NAME.done", "content_part.done", "output_item.done")
+EVENTS = {  # of an item
+    "reasoning": [name.replace("NAME", "reasoning_text") for name in PART],
+    "message": [name.replace("NAME", "output_text") for name in PART],
+    "function_call": ["output_item.added", "function_call_arguments.done", "output_item.done"],
+}
+
+
 def of_responses(client: Any, streams: bool, **body: Any) -> Blocks:
     """Return the blocks that OpenAI's client reads from items; a stream's events agree with the items at its end."""
     done = client.responses.create(**body, stream=streams)
     if streams:
         events = list(done)
-        added = [each.item for each in events if each.type == "response.output_item.added"]
+        added, ended = ([each.item for each in events if each.type == f"response.output_item.{name}"] for name in ITEMS)
         done = events[-1].response
         assert [(item.id, item.type) for item in added] == [(item.id, item.type) for item in done.output]
+        assert [item.model_dump() for item in ended] == [item.model_dump() for item in done.output]
+        assert [each.sequence_number for each in events] == list(range(len(events)))
+        names = [each.type.removeprefix("response.") for each in events if not each.type.endswith("delta")]
+        of_items = [name for item in done.output for name in EVENTS[item.type]]
+        assert names == ["created", "in_progress", *of_items, "completed"]
         for number, item in enumerate(done.output):
             deltas = [each.delta for each in events if "delta" in each.type and each.output_index == number]
             assert "".join(deltas) == (item.arguments if item.type == "function_call" else item.content[0].text)
@@ -132,7 +149,7 @@ ROUTES: dict[str, tuple[Any, Any, type, Callable[..., Blocks], dict[str, Any]]] 
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("name", [*FORMATS, "chained"])
+@pytest.mark.parametrize("name", [*KINDS, "chained"])
 @few
 @given(data=st.data())
 def test_blocks_come_as_they_were_written(name: str, route: str, data: st.DataObject) -> None:
@@ -177,17 +194,6 @@ def test_blocks_come_as_they_were_written(name: str, route: str, data: st.DataOb
     assert blocks_of(whole, False, **body) == wanted
 
 
-ANSWER = f"hm</think>I look. {call('weather', city='Rome')}And then. {call('weather', city='Oslo')}Bye."
-SHOWN: Blocks = [
-    ("reasoning", "hm"),
-    ("text", "I look. "),
-    ("call", ("weather", {"city": "Rome"})),
-    ("text", "And then. "),
-    ("call", ("weather", {"city": "Oslo"})),
-    ("text", "Bye."),
-]
-
-
 def test_answers_are_sent_back_in_any_order() -> None:
     """DeepSeek-V3.2 takes results only behind the message with their calls: texts after calls must not come between."""
     use = {"type": "tool_use", "id": "t", "name": "weather", "input": {"city": "Rome"}}
@@ -205,23 +211,3 @@ def test_answers_are_sent_back_in_any_order() -> None:
     text = encoding.render(claude.messages, [WEATHER], add_generation_prompt=True, **options)
     assert "</think>Bye.Bye.\n\n<｜DSML｜function_calls>" in text
     assert text.endswith("<result>sun</result>\n</function_results>\n\n</think>")
-
-
-@pytest.fixture(scope="module")
-def scripted() -> Iterator[RunningScript]:
-    with serve_script(scripted_tokenizer(TEMPLATE), lambda prompt: ANSWER) as running:
-        yield running
-
-
-@pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
-def test_a_server_s_answers(scripted: RunningScript, step: int) -> None:
-    scripted.model.step = step
-    function = WEATHER["function"]
-    claude = anthropic.Anthropic(base_url=scripted.url, api_key=KEY, max_retries=0)
-    gpt = openai.OpenAI(base_url=f"{scripted.url}/v1", api_key=KEY, max_retries=0)
-    tool = {"name": "weather", "input_schema": function["parameters"]}
-    for streams in (True, False):
-        fields = {**BODY, "model": "scripted", "max_tokens": 500, "tools": [tool]}
-        assert of_messages(claude, streams, **fields) == SHOWN
-        asked = {"model": "scripted", "input": "x", "tools": [{"type": "function", "strict": False, **function}]}
-        assert of_responses(gpt, streams, **asked) == SHOWN

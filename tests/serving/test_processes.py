@@ -7,7 +7,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -19,13 +18,14 @@ import dcpmla.serving.frontend as frontend_module
 from dcpmla.serving.connections import Connection, Limits, limit_connections
 from dcpmla.serving.frontend import Frontend, listen
 from dcpmla.serving.messages import BEAT, Close, pack
-from tests.support.servers import NEEDLE, serve, wait_until_healthy
+from tests.support.fake_ranks import LATE, wait_until
+from tests.support.launchers import free_port
+from tests.support.ranks import start_process
+from tests.support.servers import RunningServer, wait_until_healthy
 
-LATE = 60  # seconds after which a test fails
 
-
-def start(main: Callable[[socket.socket], object]) -> Frontend:
-    with listen("127.0.0.1", 0) as listener:
+def start(main: Callable[[socket.socket], object], port: int = 0) -> Frontend:
+    with listen("127.0.0.1", port) as listener:
         frontend = Frontend(main, listener)
     frontend.start()
     return frontend
@@ -42,7 +42,7 @@ def take(frontend: Frontend) -> bytes:
 
 
 def beat(connection: socket.socket) -> None:
-    for _ in range(30):
+    for _ in range(20):
         connection.sendall(BEAT)
         time.sleep(0.2)
     connection.sendall(pack(Close()))
@@ -60,7 +60,7 @@ def test_a_silent_process_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_process_that_beats_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frontend_module, "SILENCE", 5)
+    monkeypatch.setattr(frontend_module, "SILENCE", 3)
     frontend = start(beat)
     assert take(frontend) == pack(Close())
     assert frontend.num_taken == len(pack(Close()))
@@ -74,30 +74,34 @@ def test_half_a_command_is_none() -> None:
     frontend.close()
 
 
+def be_the_first_rank(port: int) -> None:
+    frontend_module._LAST_SECONDS = 1.0
+    start(lambda _: time.sleep(LATE), port)
+    time.sleep(LATE)
+
+
 @pytest.mark.parametrize("state", ["running", "stopped"])
-def test_the_port_is_free_after_the_first_rank_is_killed(state: str, tmp_path: Path) -> None:
-    with serve(tmp_path, NEEDLE, 1) as server:
-        rank = psutil.Process(server.processes[0].pid)
-        (guard,) = rank.children()
-        (process,) = guard.children()
-        if state == "stopped":
-            process.suspend()
-        rank.kill()
-        _, alive = psutil.wait_procs([guard, process], timeout=LATE)
-        assert not alive
-        host, port = server.url.removeprefix("http://").split(":")
-        listen(host, int(port)).close()
-
-
-def test_a_stopped_process_holds_no_step_up(tmp_path: Path) -> None:
-    """The ranks go on while the process is stopped for less than the limit, and its clients wait."""
-    with serve(tmp_path, NEEDLE, 1) as server:
-        (guard,) = psutil.Process(server.processes[0].pid).children()
-        (process,) = guard.children()
+def test_the_port_is_free_after_the_first_rank_is_killed(state: str) -> None:
+    port = free_port()
+    rank = psutil.Process(start_process(be_the_first_rank, (port,)).pid)
+    wait_until(lambda: len(rank.children(recursive=True)) == 2, "the HTTP process does not start")
+    guard, process = rank.children(recursive=True)
+    if state == "stopped":
         process.suspend()
-        time.sleep(2)
-        process.resume()
-        wait_until_healthy(server.url, LATE, lambda: all(each.is_alive() for each in server.processes), server.log)
+    rank.kill()
+    _, alive = psutil.wait_procs([guard, process], timeout=LATE)
+    assert not alive
+    listen("127.0.0.1", port).close()
+
+
+def test_a_stopped_process_holds_no_step_up(server: RunningServer) -> None:
+    """The ranks go on while the process is stopped for less than the limit, and its clients wait."""
+    (guard,) = psutil.Process(server.processes[0].pid).children()
+    (process,) = guard.children()
+    process.suspend()
+    time.sleep(2)
+    process.resume()
+    wait_until_healthy(server.url, LATE, lambda: all(each.is_alive() for each in server.processes), server.log)
 
 
 class Transport:

@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,8 +31,8 @@ from dcpmla.serving.shown import Json
 from dcpmla.serving.slices import MAX_ENTRIES, SLICE, Each, check_entries, slices
 from dcpmla.serving.worker import Worker
 from tests.serving.test_client import make_engine
-from tests.serving.test_leaving_clients import Client
 from tests.serving.test_texts import texts_of
+from tests.support.asgi import Client
 from tests.support.scripted import scripted_tokenizer
 from tests.support.whole_answers import body_of, whole_of
 
@@ -120,24 +121,6 @@ async def sent_by(app: Any) -> tuple[list[bytes], int, list[tuple[bytes, bytes]]
     return [piece for piece in pieces if piece], num_turns, headers
 
 
-@pytest.mark.parametrize("reply", [MessagesReply, ResponsesReply])
-def test_the_loop_runs_between_slices_of_blocks(reply: Any) -> None:
-    kind = MessagesBody if reply is MessagesReply else ResponsesBody
-    body = (
-        {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}
-        if reply is MessagesReply
-        else {"input": "a"}
-    )
-    reader = AnswerReader([], HiddenTokens([]))
-    made = reply(kind.model_validate(body), None, "m", [Prompt([5], "a")], [reader])
-    outputs = [(0, output_of()._replace(text="a" * SLICE, finish_reason=reason)) for reason in [None] * 9 + ["stop"]]
-    pieces, num_turns, _ = asyncio.run(sent_by(WholeAnswer(whole_of(made, outputs))))
-    assert len(pieces) >= 10
-    assert num_turns >= len(pieces)
-    assert max(map(len, pieces)) < LARGEST
-    assert b"a" * 10 * SLICE in b"".join(pieces)
-
-
 def test_long_answers_are_read_as_they_come() -> None:
     """Reading the text of many tokens at the end would keep the event loop."""
 
@@ -156,17 +139,34 @@ def test_long_answers_are_read_as_they_come() -> None:
     assert [choice["message"]["content"] for choice in whole["choices"]] == ["ab" * 1000] * 2
 
 
-@pytest.mark.parametrize(
-    ("kind", "num_choices", "num_prompts"), [(Answers, 3, 1), (Answers, 1, 3), (ChatAnswers, 3, 1)]
-)
-def test_the_loop_runs_between_slices(kind: Any, num_choices: int, num_prompts: int) -> None:
-    outputs = enumerate([output_of()] * num_choices * num_prompts)
-    whole = whole_of(reply_of(kind, num_choices, num_prompts), outputs)
-    pieces, num_turns, headers = asyncio.run(sent_by(WholeAnswer(whole)))
-    assert len(pieces) > 10
-    assert num_turns >= len(pieces)
+def blocks_of(reply: Any, body: Any) -> Json:
+    """Return a whole answer of one long text."""
+    made = reply(body, None, "m", [Prompt([5], "a")], [AnswerReader([], HiddenTokens([]))])
+    reasons = [*[None] * 9, "stop"]
+    return whole_of(made, [(0, output_of()._replace(text="a" * SLICE, finish_reason=reason)) for reason in reasons])
+
+
+def choices_of(kind: Any, num_choices: int, num_prompts: int) -> Json:
+    return whole_of(reply_of(kind, num_choices, num_prompts), enumerate([output_of()] * num_choices * num_prompts))
+
+
+USER = {"role": "user", "content": "a"}
+WHOLES: list[tuple[Callable[[], Json], int]] = [  # and the least number of bytes
+    (partial(choices_of, Answers, 3, 1), 3 * NUM_TOKENS),
+    (partial(choices_of, Answers, 1, 3), 3 * NUM_TOKENS),
+    (partial(choices_of, ChatAnswers, 3, 1), 3 * NUM_TOKENS),
+    (partial(blocks_of, MessagesReply, MessagesBody(messages=[USER], max_tokens=1)), 10 * SLICE),
+    (partial(blocks_of, ResponsesReply, ResponsesBody(input="a")), 10 * SLICE),
+]
+
+
+@pytest.mark.parametrize(("make", "length"), WHOLES)
+async def test_the_loop_runs_between_slices(make: Callable[[], Json], length: int) -> None:
+    pieces, num_turns, headers = await sent_by(WholeAnswer(make()))
+    assert num_turns >= len(pieces) >= 10
     assert max(map(len, pieces)) < LARGEST
-    assert len(json.loads(b"".join(pieces))["choices"]) == num_choices * num_prompts
+    assert len(b"".join(pieces)) > length
+    json.loads(b"".join(pieces))
     assert b"content-length" not in dict(headers)
 
 

@@ -181,11 +181,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs", "both"),
     ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "where its grammar does"),
     ({"guided_json": {}}, "guided_json", "it is json in structured_outputs here"),
-    (
-        {"structured_outputs": {"json": {"multipleOf": 999_983, "type": "integer"}}},
-        "structured_outputs.json",
-        "too much",
-    ),
 ]
 
 
@@ -213,39 +208,34 @@ def test_strange_texts_are_refused(server: RunningServer, outputs: str) -> None:
     assert httpx2.post(f"{server.url}/v1/completions", content=content).status_code == 400
 
 
-def test_a_hostile_schema_is_refused_after_a_bounded_time(server: RunningServer) -> None:
+async def test_a_hostile_schema_is_refused_after_a_bounded_time(server: RunningServer) -> None:
     """Its program ends, and others are answered meanwhile."""
     hostile = {"prompt": "a", "structured_outputs": {"json": {"multipleOf": 999_979, "type": "integer"}}}
     plain = {"prompt": "a", "max_tokens": 2}
-
-    async def ask() -> list[Any]:
-        async with httpx2.AsyncClient(base_url=server.url, timeout=60) as client:
-            return await asyncio.gather(*(client.post("/v1/completions", json=body) for body in (hostile, plain)))
-
-    refused, answered = asyncio.run(ask())
+    async with httpx2.AsyncClient(base_url=server.url, timeout=60) as client:
+        asked = (client.post("/v1/completions", json=body) for body in (hostile, plain))
+        refused, answered = await asyncio.gather(*asked)
     assert (refused.status_code, answered.status_code) == (400, 200)
+    assert refused.json()["error"]["param"] == "structured_outputs.json"
     assert "it takes too much time or memory to compile" in refused.json()["error"]["message"]
 
 
-def test_equal_grammars_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_equal_grammars_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[str] = []
 
     class Recording(Worker):
         async def call(self, model: Any, function: Any, *args: Any) -> None:
             checked.append(args[1])
 
-    async def check() -> None:
-        checks = GrammarChecks(Recording(prepare))
-        for text in ("a", "b", "a", "b"):
-            await checks.check(Grammar("regex", text), "x", MODEL)
-        await checks.check(None, "x", MODEL)
-        with pytest.raises(ApiError, match="x is not supported with this model's tokenizer: no bytes"):
-            await checks.check(Grammar("regex", "c"), "x.y", replace(MODEL, no_grammars="no bytes"))
-        monkeypatch.setitem(EXTRAS, "structured", ("no_such_package",))
-        with pytest.raises(ApiError, match=r"x needs the extra structured: pip install 'dcpmla\[structured\]'"):
-            await checks.check(Grammar("regex", "c"), "x.y", MODEL)
-
-    asyncio.run(check())
+    checks = GrammarChecks(Recording(prepare))
+    for text in ("a", "b", "a", "b"):
+        await checks.check(Grammar("regex", text), "x", MODEL)
+    await checks.check(None, "x", MODEL)
+    with pytest.raises(ApiError, match="x is not supported with this model's tokenizer: no bytes"):
+        await checks.check(Grammar("regex", "c"), "x.y", replace(MODEL, no_grammars="no bytes"))
+    monkeypatch.setitem(EXTRAS, "structured", ("no_such_package",))
+    with pytest.raises(ApiError, match=r"x needs the extra structured: pip install 'dcpmla\[structured\]'"):
+        await checks.check(Grammar("regex", "c"), "x.y", MODEL)
     assert checked == ["a", "b"]
 
 

@@ -1,15 +1,14 @@
 """Tools and reasoning in chat completions, as OpenAI's client and LangChain's tool loop speak them, with a script."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
 from dcpmla.serving import tools as tools_module
-from tests.support.agent import SUM, TEMPLATE, WEATHER, answer, call, run
-from tests.support.scripted import RunningScript, scripted_tokenizer, serve_script
+from tests.support.agent import SUM, WEATHER, call, run
+from tests.support.scripted import RunningScript
 from tests.support.servers import KEY
 
 LIST = {"type": "array", "uniqueItems": True}
@@ -17,12 +16,6 @@ UNIQUE = {
     "type": "function",
     "function": {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {"a": LIST}}},
 }
-
-
-@pytest.fixture(scope="module")
-def scripted() -> Iterator[RunningScript]:
-    with serve_script(scripted_tokenizer(TEMPLATE), answer) as running:
-        yield running
 
 
 @pytest.fixture
@@ -40,20 +33,17 @@ def test_reasoning_is_apart_and_counted(client: openai.OpenAI, scripted: Running
     message = whole.choices[0].message
     assert (message.content, message.reasoning_content, message.reasoning) == ("hello you", "so so", "so so")
     assert (message.tool_calls, whole.choices[0].finish_reason) == (None, "stop")
-    num_reasoning = whole.usage.completion_tokens_details.reasoning_tokens
-    tokens = scripted.model._tokenizer.encode("so so</think>")
-    assert num_reasoning == len(tokens)
-    assert whole.usage.completion_tokens == len(tokens) + len(
-        scripted.model._tokenizer.encode("hello<|pad|> you<|end|>")
-    )
+    num_reasoning = scripted.num_tokens("so so</think>")
+    assert whole.usage.completion_tokens_details.reasoning_tokens == num_reasoning
+    assert whole.usage.completion_tokens == num_reasoning + scripted.num_tokens("hello<|pad|> you<|end|>")
     for step in (1, 3, 100):
-        scripted.model.step = step
+        scripted.step = step
         streamed = list(ask(client, stream=True, stream_options={"include_usage": True}))
         deltas = [chunk.choices[0].delta for chunk in streamed[:-1]]
         assert "".join(delta.content or "" for delta in deltas) == "hello you"
         assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "so so"
         assert streamed[-1].usage == whole.usage
-    scripted.model.step = 1
+    scripted.step = 1
 
 
 def test_reasoning_is_switched(client: openai.OpenAI, scripted: RunningScript) -> None:
@@ -63,12 +53,12 @@ def test_reasoning_is_switched(client: openai.OpenAI, scripted: RunningScript) -
         {"reasoning_effort": "high", "extra_body": {"chat_template_kwargs": {"thinking": False}}},
     ):
         plain = ask(client, **fields)
-        assert scripted.model.prompts[-1].endswith("</think>")
+        assert scripted.prompt.endswith("</think>")
         assert plain.choices[0].message.content == "hello you"
         assert not hasattr(plain.choices[0].message, "reasoning")
         assert plain.usage.completion_tokens_details.reasoning_tokens == 0
     ask(client, reasoning_effort="high")
-    assert scripted.model.prompts[-1].endswith("<think>")
+    assert scripted.prompt.endswith("<think>")
     hidden = ask(client, extra_body={"include_reasoning": False})
     assert not hasattr(hidden.choices[0].message, "reasoning")
     assert hidden.usage.completion_tokens_details.reasoning_tokens > 0
@@ -87,7 +77,7 @@ def test_calls_whole_and_streamed(client: openai.OpenAI, scripted: RunningScript
     assert calls_of(choice.message) == expected
     assert len({each.id for each in choice.message.tool_calls}) == 2
     for step in (1, 4):
-        scripted.model.step = step
+        scripted.step = step
         with client.chat.completions.stream(
             model="scripted", messages=[{"role": "user", "content": "hi"}], tools=[WEATHER, SUM], n=2
         ) as stream:
@@ -95,7 +85,7 @@ def test_calls_whole_and_streamed(client: openai.OpenAI, scripted: RunningScript
         for streamed in final.choices:
             assert (streamed.finish_reason, streamed.message.content) == ("tool_calls", "I look. ")
             assert calls_of(streamed.message) == expected
-    scripted.model.step = 1
+    scripted.step = 1
     single = ask(client, tools=[WEATHER], parallel_tool_calls=False)
     assert len(single.choices[0].message.tool_calls) == 1
 
@@ -110,7 +100,7 @@ def test_an_agent_of_three_turns(client: openai.OpenAI, scripted: RunningScript)
             messages.append({"role": "tool", "tool_call_id": each.id, "content": result})
     assert message.content == "It is 23."
     assert [len(each.get("tool_calls", [])) for each in messages if each["role"] == "assistant"] == [2, 1, 0]
-    prompt = scripted.model.prompts[-1]
+    prompt = scripted.prompt
     assert "<|system|>Be short.<|end|>" in prompt  # the template knows no developer
     assert "<think>two cities</think>I look. " + call("weather", city="Bärlin") in prompt
     assert f"<|tool|>23 [{messages[-2]['tool_call_id']}]<|end|><|assistant|><think>" in prompt
@@ -118,7 +108,7 @@ def test_an_agent_of_three_turns(client: openai.OpenAI, scripted: RunningScript)
 
 def test_tool_choices_and_what_is_refused(client: openai.OpenAI, scripted: RunningScript) -> None:
     none = ask(client, tools=[WEATHER], tool_choice="none")
-    assert "weather" not in scripted.model.prompts[-1]
+    assert "weather" not in scripted.prompt
     assert none.choices[0].message.content == "hello you"
     wrong: list[tuple[str, dict[str, Any]]] = [
         ("tool_choice", {"tool_choice": "required"}),
@@ -159,29 +149,29 @@ def test_log_probabilities_stops_and_special_tokens(client: openai.OpenAI, scrip
     assert "so so".startswith(short.choices[0].message.reasoning)
     continued = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "abc"}]
     ask(client, messages=continued, extra_body={"continue_final_message": True})
-    assert scripted.model.prompts[-1].endswith("<|assistant|>abc")
+    assert scripted.prompt.endswith("<|assistant|>abc")
 
 
 def test_required_and_strict_calls_have_grammars(client: openai.OpenAI, scripted: RunningScript) -> None:
     """They begin after the reasoning. Other requests have none."""
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
     named = {"type": "function", "function": {"name": "weather"}}
-    end = scripted.model._tokenizer.convert_tokens_to_ids("</think>")
+    end = scripted.tokenizer.convert_tokens_to_ids("</think>")
     texts = []
     for fields in ({"tool_choice": "required"}, {"tool_choice": named}, {"tools": [strict, SUM]}):
         answered = ask(client, **{"tools": [WEATHER, SUM], **fields}).choices[0]
         assert answered.finish_reason == "tool_calls"
-        grammar = scripted.model.submitted[-1].params.grammar
+        grammar = scripted.submitted.params.grammar
         assert grammar is not None
         assert grammar.starts_after == (end,)
         assert ("add" in grammar.text) is (fields.get("tool_choice") != named)
         texts.append(grammar.text)
-        assert '"strict"' not in scripted.model.prompts[-1]
+        assert '"strict"' not in scripted.prompt
     assert len(set(texts)) == 3
     ask(client, tools=[WEATHER, SUM], tool_choice="required", reasoning_effort="none")
-    assert scripted.model.submitted[-1].params.grammar.starts_after == ()
+    assert scripted.submitted.params.grammar.starts_after == ()
     ask(client, tools=[WEATHER, SUM])
-    assert scripted.model.submitted[-1].params.grammar is None
+    assert scripted.submitted.params.grammar is None
 
 
 def test_langchain_s_loop(scripted: RunningScript) -> None:
@@ -210,7 +200,7 @@ def test_langchain_s_loop(scripted: RunningScript) -> None:
     for choice, num_calls in (("any", 2), ("weather", 1)):
         message = forced.bind_tools([WEATHER, SUM], tool_choice=choice).invoke([HumanMessage("hi")])
         assert [each["name"] for each in message.tool_calls] == ["weather"] * num_calls
-        assert scripted.model.submitted[-1].params.grammar is not None
+        assert scripted.submitted.params.grammar is not None
         assert len(messages) == 7
 
 

@@ -1,20 +1,21 @@
-"""Names of fields that no table has: slips of the pen, other servers' fields, and the one line in the log."""
+"""Names of fields: those of the tables in docs/serving.md, slips of the pen, other servers' fields, and the log."""
 
 import json
 import logging
 import re
+from collections.abc import Iterator
 from typing import Any
 
-import httpx2
 import pytest
 
-from dcpmla.serving import unknown_fields
+from dcpmla.serving import anthropic_body, refused, responses_body, unknown_fields
 from dcpmla.serving.anthropic_body import CountBody, MessagesBody
 from dcpmla.serving.chat_body import ChatBody
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.protocol import CompletionBody, parse
 from dcpmla.serving.responses_body import ResponsesBody
-from tests.support.servers import KEY, QUESTION, RunningServer
+from tests.support.launchers import ROOT
+from tests.support.servers import QUESTION, RunningServer
 
 MESSAGES = [{"role": "user", "content": QUESTION}]
 GOOD: dict[str, dict[str, Any]] = {
@@ -83,12 +84,6 @@ TAKEN_ELSEWHERE = {
 }
 
 
-@pytest.fixture(scope="module")
-def client(server: RunningServer) -> Any:
-    with httpx2.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=120) as opened:
-        yield opened
-
-
 @pytest.mark.parametrize("path", GOOD)
 def test_a_slip_of_the_pen_is_refused_with_a_suggestion(client: Any, path: str) -> None:
     for name, words in SLIPS[path].items():
@@ -122,26 +117,6 @@ def error_of(path: str, name: str) -> str:
     return ""
 
 
-REFUSED = {
-    "/v1/completions": {"parallel_tool_calls": False},
-    "/v1/responses": {"store": True, "top_logprobs": 2, "context_management": [{"type": "compaction"}]},
-    "/v1/messages": {
-        "container": "c",
-        "mcp_servers": [{"type": "url"}],
-        "parallel_tool_calls": False,
-        "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]},
-    },
-}
-
-
-def test_what_changes_the_answer_is_refused_as_before(client: Any) -> None:
-    for path, fields in REFUSED.items():
-        for name, value in fields.items():
-            response = client.post(path, json={**GOOD[path], name: value})
-            assert response.status_code == 400, (path, name)
-            assert response.json()["error"]["message"].startswith(f"{name} is not supported; ")
-
-
 def test_the_log_of_a_process_has_one_line_for_all(client: Any, server: RunningServer) -> None:
     for number in range(3):
         assert client.post("/v1/completions", json={**GOOD["/v1/completions"], f"odd {number}": 1}).status_code == 200
@@ -167,3 +142,40 @@ def test_the_line_names_the_first_request_s_fields(
 def test_many_long_names_take_no_time() -> None:
     names = {f"{'temprature' * 20} {number}": 1 for number in range(100_000)}
     assert not parse(CompletionBody, json.dumps({**GOOD["/v1/completions"], **names}).encode()).model_extra
+
+
+# The routes of the tables in docs/serving.md, in the order of their columns.
+COLUMNS = [(KINDS[path], GOOD[path]) for path in GOOD if "count" not in path]
+
+
+def rows() -> Iterator[tuple[str, list[str]]]:
+    """Yield each field of the tables with its cells."""
+    text = (ROOT / "docs" / "serving.md").read_text()
+    tables = re.findall(r"^\| field \| completions.*?\n\n", text, re.MULTILINE | re.DOTALL)
+    assert len(tables) == 2
+    for line in (line for table in tables for line in table.splitlines()[2:] if line.startswith("|")):
+        fields, *cells = (cell.strip() for cell in line.split("|")[1:6])
+        for name in re.findall(r"`(\w+)`", fields):
+            yield name, cells
+
+
+def cell(kind: Any, body: dict[str, Any], name: str) -> str:
+    if name in kind.model_fields:
+        return "yes"
+    try:
+        parse(kind, json.dumps({**body, name: {"an odd": "value"}}).encode())
+    except ApiError as error:
+        is_own = error.param == name and error.message.startswith(f"{name} is not supported; ")
+        return "400" if is_own else f"400 of {error.param}: {error.message}"
+    return "–"
+
+
+def test_the_table_of_fields() -> None:
+    table = dict(rows())
+    assert len(table) == len([*rows()]), "a field has two rows"
+    known = {name for kind, _ in COLUMNS for name in kind.model_fields}
+    known |= {*refused._REFUSED, *refused._MISPLACED, *refused._OTHER_ROUTE}
+    known |= {*responses_body._REFUSED, *anthropic_body._REFUSED}
+    assert known == table.keys()
+    for name, cells in table.items():
+        assert cells == [cell(kind, body, name) for kind, body in COLUMNS], name

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from dcpmla.serving.answers import Answers
-from dcpmla.serving.messages import Output
+from dcpmla.serving.messages import Output, Report
 from dcpmla.serving.metrics import Metrics, Timings
 from dcpmla.serving.prompts import Prompt
 from dcpmla.serving.protocol import CompletionBody
@@ -25,22 +25,21 @@ def gpt(server: RunningServer) -> Any:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=60)
 
 
-def completions(server: RunningServer, salt: str, streams: bool) -> Usage:
+def of_choices(create: Any, salt: str, streams: bool, **asked: Any) -> Usage:
     options = {"stream_options": {"include_usage": True}} if streams else {}
-    fields: dict[str, Any] = {**options, "extra_body": {"cache_salt": salt}}
-    done = gpt(server).completions.create(model="needle", prompt=PROMPT, max_tokens=3, stream=streams, **fields)
+    done = create(model="needle", max_tokens=3, stream=streams, extra_body={"cache_salt": salt}, **options, **asked)
     usage = [*done][-1].usage if streams else done.usage
     return usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens
+
+
+def completions(server: RunningServer, salt: str, streams: bool) -> Usage:
+    return of_choices(gpt(server).completions.create, salt, streams, prompt=PROMPT)
 
 
 def chat(server: RunningServer, salt: str, streams: bool) -> Usage:
-    options = {"stream_options": {"include_usage": True}} if streams else {}
-    fields: dict[str, Any] = {**options, "extra_body": {"cache_salt": salt}}
-    messages = [{"role": "user", "content": PROMPT}]
-    create = gpt(server).chat.completions.create
-    done = create(model="needle", messages=messages, max_tokens=3, stream=streams, **fields)
-    usage = [*done][-1].usage if streams else done.usage
-    return usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens
+    return of_choices(
+        gpt(server).chat.completions.create, salt, streams, messages=[{"role": "user", "content": PROMPT}]
+    )
 
 
 def responses(server: RunningServer, salt: str, streams: bool) -> Usage:
@@ -68,12 +67,10 @@ def messages(server: RunningServer, salt: str, streams: bool) -> Usage:
 def test_what_reuse_saves(
     server: RunningServer, route: Callable[[RunningServer, str, bool], Usage], streams: bool
 ) -> None:
-    headers = {"Authorization": f"Bearer {KEY}"}
-
     def totals() -> dict[str, float]:
         times = [f"{name}_{kind}" for name in TIMES for kind in ("count", "sum")]
         names = ["prompt_tokens_total", "cached_prompt_tokens_total", *times]
-        return {name: server.metric(name, **headers) for name in names}
+        return {name: server.metric(name) for name in names}
 
     salt = f"{route.__name__} {streams}"
     before, started = totals(), time.monotonic()
@@ -124,3 +121,27 @@ def test_times_of_requests() -> None:
     for limit, number in (("1.0", 0), ("2.5", 1), ("5.0", 2)):
         name = "dcpmla_time_to_first_token_seconds_bucket"
         assert metrics.registry.get_sample_value(name, {"le": limit}) == number
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(f"dcpmla_{name}", labels)
+
+
+def test_totals_are_counted_once() -> None:
+    metrics, tier, move = Metrics(), ("kv_offload_blocks", "host", "load"), ("kv_transfer_requests", "received", "done")
+    for total in (3, 3, 5):
+        totals = {("preemptions",): total, ("draft_tokens",): 2 * total, tier: total, move: total}
+        metrics.state(Report([], 0, 1, 2, 0.5, totals))
+    assert value(metrics, "preemptions_total") == 5
+    assert value(metrics, "draft_tokens_total") == 10
+    assert value(metrics, "kv_offload_blocks_total", tier="host", direction="load") == 5
+    assert value(metrics, "kv_transfer_requests_total", direction="received", outcome="done") == 5
+    assert [value(metrics, name) for name in ("requests_running", "requests_waiting", "kv_cache_use")] == [1, 2, 0.5]
+
+
+def test_requests_are_counted_by_their_ends() -> None:
+    metrics, timings = Metrics(), Timings(1.0)
+    for request_id, reason in enumerate(("stop", "length", "length", None)):
+        metrics.observe(Output(request_id, "a", (7,), finish_reason=reason), timings, 2.0)
+    ends = {reason: value(metrics, "requests_total", finish_reason=reason) for reason in ("stop", "length", "abort")}
+    assert ends == {"stop": 1, "length": 2, "abort": None}

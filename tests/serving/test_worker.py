@@ -53,12 +53,10 @@ def sleep(model: str, path: str) -> None:
     time.sleep(600)
 
 
-def test_functions_get_the_prepared_model() -> None:
-    async def calls() -> list[Any]:
-        return await asyncio.gather(*(own.call("model", joined, number, "é") for number in range(5)))
-
+async def test_functions_get_the_prepared_model() -> None:
     own = Worker(prepared)
-    assert asyncio.run(calls()) == [["MODEL", number, "é"] for number in range(5)]
+    answers = await asyncio.gather(*(own.call("model", joined, number, "é") for number in range(5)))
+    assert answers == [["MODEL", number, "é"] for number in range(5)]
 
 
 def shape(prepared: Prepared, text: str) -> list[Any]:
@@ -66,91 +64,72 @@ def shape(prepared: Prepared, text: str) -> list[Any]:
     return [len(threads), token_ids, prepared.no_tokenizer, prepared.vocabulary is not None]
 
 
-def test_a_worker_loads_its_own_tokenizer_and_has_no_threads(tmp_path: Path) -> None:
+async def test_a_worker_loads_its_own_tokenizer_and_has_no_threads(tmp_path: Path) -> None:
     """Its children are forks of it, and threads would not be in them."""
-
-    async def calls() -> list[Any]:
-        return [await own.call(Started(str(tmp_path), len(tokenizer), 9, 9, 9), shape, text) for text in ("a b", "é")]
-
     tokenizer = tokenizer_of("straddling")  # It is not trained: that takes threads, too.
     tokenizer.save_pretrained(tmp_path)
-    own = Worker(prepare)
-    has_grammars = not missing("structured")
-    assert asyncio.run(calls()) == [[1, tokenizer.encode(text), "", has_grammars] for text in ("a b", "é")]
+    own, has_grammars = Worker(prepare), not missing("structured")
+    for text in ("a b", "é"):
+        shaped = await own.call(Started(str(tmp_path), len(tokenizer), 9, 9, 9), shape, text)
+        assert shaped == [1, tokenizer.encode(text), "", has_grammars]
 
 
 def measure(model: str, sizes: Mapping[str, int], texts: Sequence[str], allowance: Allowance) -> list[Any]:
     return [sizes["a"], list(texts), allowance.num_bytes]
 
 
-def test_arguments_have_their_types() -> None:
+async def test_arguments_have_their_types() -> None:
     """Integers of any size, dataclasses, and texts that look like other things."""
     values: list[Any] = [{"a": 1 << 70}, ["null", "\x00é🦊"], Allowance(num_bytes=5)]
     wrong: list[list[Any]] = [[*values[:2], {"num_bytes": "5"}], values[:2], [*values, 1], [{"a": "1"}, *values[1:]]]
-
-    async def calls() -> Any:
-        answer = await own.call("m", measure, *values)
-        for args in wrong:
-            with pytest.raises(LimitError):
-                await own.call("m", measure, *args)
-        return answer
-
     own = Worker(prepared)
-    assert asyncio.run(calls()) == [1 << 70, ["null", "\x00é🦊"], 5]
+    assert await own.call("m", measure, *values) == [1 << 70, ["null", "\x00é🦊"], 5]
+    for args in wrong:
+        with pytest.raises(LimitError):
+            await own.call("m", measure, *args)
 
 
 @pytest.mark.parametrize("function", [spin, fill, write_much, fail])
-def test_limits_end_a_function_and_nothing_else(function: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    async def calls() -> Any:
-        with pytest.raises(LimitError):
-            await own.call("m", function)
-        return await own.call("m", joined, 1, "")
-
+async def test_limits_end_a_function_and_nothing_else(function: Any, capfd: pytest.CaptureFixture[str]) -> None:
     own = Worker(prepared)
-    assert asyncio.run(calls()) == ["M", 1, ""]
+    with pytest.raises(LimitError):
+        await own.call("m", function)
+    assert await own.call("m", joined, 1, "") == ["M", 1, ""]
     assert ("KeyError: 'a mistake'" in capfd.readouterr().err) == (function is fail)
 
 
-def test_another_process_follows_one_that_was_killed() -> None:
-    async def calls() -> Any:
-        first = await own.call("m", parent)
-        os.kill(first, signal.SIGKILL)
-        while Path(f"/proc/{first}/stat").read_text().split(")")[1].split()[0] != "Z":
-            await asyncio.sleep(0.01)
-        return first, await own.call("m", parent), await own.call("m", joined, 1, "")
-
+async def test_another_process_follows_one_that_was_killed() -> None:
     own = Worker(prepared)
-    first, second, answer = asyncio.run(calls())
-    assert first != second
-    assert answer == ["M", 1, ""]
+    first = await own.call("m", parent)
+    os.kill(first, signal.SIGKILL)
+    while Path(f"/proc/{first}/stat").read_text().split(")")[1].split()[0] != "Z":
+        await asyncio.sleep(0.01)
+    assert await own.call("m", parent) != first
+    assert await own.call("m", joined, 1, "") == ["M", 1, ""]
 
 
-def test_functions_end_with_their_callers(tmp_path: Path) -> None:
+async def test_functions_end_with_their_callers(tmp_path: Path) -> None:
     """Otherwise those of clients that have left would keep others waiting. One client never has all permits."""
-    num_permits = worker.MAX_CHILDREN - 1
-
-    async def calls() -> Any:
-        paths = [tmp_path / str(number) for number in range(worker.MAX_CHILDREN + 2)]
-        tasks = [asyncio.create_task(own.call("m", sleep, str(path))) for path in paths]
-        while not all(path.exists() and path.read_text() for path in paths[:num_permits]):
-            await asyncio.sleep(0.01)
-        worker.CLIENT.set("another")
-        assert await own.call("m", joined, 1, "") == ["M", 1, ""]
-        for task in tasks:
-            task.cancel()
-        worker.CLIENT.set("")
-        answer = await own.call("m", joined, 1, "")
-        pids = [int(path.read_text()) for path in paths if path.exists()]
-        while any(Path(f"/proc/{pid}").exists() for pid in pids):
-            await asyncio.sleep(0.01)
-        return answer, len(pids)
-
-    own = Worker(prepared)
-    assert asyncio.run(calls()) == (["M", 1, ""], num_permits)
+    own, num_permits = Worker(prepared), worker.MAX_CHILDREN - 1
+    paths = [tmp_path / str(number) for number in range(worker.MAX_CHILDREN + 2)]
+    tasks = [asyncio.create_task(own.call("m", sleep, str(path))) for path in paths]
+    while not all(path.exists() and path.read_text() for path in paths[:num_permits]):
+        await asyncio.sleep(0.01)
+    worker.CLIENT.set("another")
+    assert await own.call("m", joined, 1, "") == ["M", 1, ""]
+    for task in tasks:
+        task.cancel()
+    worker.CLIENT.set("")
+    assert await own.call("m", joined, 1, "") == ["M", 1, ""]
+    pids = [int(path.read_text()) for path in paths if path.exists()]
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        await asyncio.sleep(0.01)
+    assert len(pids) == num_permits
 
 
-def test_permits_are_given_in_the_order_of_arrival() -> None:
+async def test_permits_are_given_in_the_order_of_arrival() -> None:
     """Where the first one that waits may take none, the next one may."""
+    permits, order, ends = worker.Permits(3), list[str](), {name: asyncio.Event() for name in "abc"}
 
     async def hold(client: str) -> None:
         worker.CLIENT.set(client)
@@ -161,27 +140,19 @@ def test_permits_are_given_in_the_order_of_arrival() -> None:
         finally:
             give_back()
 
-    async def scenario() -> None:
-        tasks = [asyncio.create_task(hold(client)) for client in ("a", "a", "a", "b", "a", "c")]
-        await asyncio.sleep(0)
-        assert order == ["a", "a", "b"]
-        tasks[2].cancel()
-        ends["b"].set()
-        await asyncio.sleep(0.01)
-        assert order == ["a", "a", "b", "c"]
-        ends["a"].set()
-        ends["c"].set()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert order == ["a", "a", "b", "c", "a"]
-        assert not permits._all.locked()
-        del tasks
-        await asyncio.sleep(0)
-        gc.collect()
-        assert not permits._of_clients
-
-    async def run() -> None:
-        ends.update({name: asyncio.Event() for name in "abc"})
-        await scenario()
-
-    permits, order, ends = worker.Permits(3), list[str](), dict[str, asyncio.Event]()
-    asyncio.run(run())
+    tasks = [asyncio.create_task(hold(client)) for client in ("a", "a", "a", "b", "a", "c")]
+    await asyncio.sleep(0)
+    assert order == ["a", "a", "b"]
+    tasks[2].cancel()
+    ends["b"].set()
+    await asyncio.sleep(0.01)
+    assert order == ["a", "a", "b", "c"]
+    ends["a"].set()
+    ends["c"].set()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert order == ["a", "a", "b", "c", "a"]
+    assert not permits._all.locked()
+    del tasks
+    await asyncio.sleep(0)
+    gc.collect()
+    assert not permits._of_clients

@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dcpmla.__main__ import main
 from dcpmla.job.watchdog import Watchdog
 
@@ -58,14 +56,8 @@ def fail(what: str) -> None:
     match what:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        case "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
         case "sleep":
             time.sleep(100)
-        case "allocate":
-            num_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (num_bytes + (64 << 20), resource.RLIM_INFINITY))
-            torch.empty(1 << 30, dtype=torch.uint8)
         case "fill":
             resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, resource.RLIM_INFINITY))
 

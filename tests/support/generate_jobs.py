@@ -1,23 +1,20 @@
-"""Jobs of `generate` on two ranks, with a fault in one, without a launcher or under torchrun."""
+"""Jobs of `generate` on two ranks, with a fault in one, without a launcher."""
 
 import json
 import os
-import re
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from tests.support import faulty
-from tests.support.forked_torchrun import start_torchrun
-from tests.support.launchers import free_port
+from tests.support import faulty, watched_jobs
+from tests.support.launchers import restarting, unattended
 from tests.support.ranks import start_process
 from tests.support.watched_jobs import is_stopped, process_status
 
@@ -28,20 +25,11 @@ Signal = tuple[int, int]  # number, rank
 
 
 @dataclass(frozen=True)
-class Ended:
-    """The end of a job: exit codes (-n by signal n), stderr, seconds since the fault or the start, outputs, flight
-    records.
-    """
+class Ended(watched_jobs.Ended):
+    """The end of a job, with its outputs and its flight records; its seconds are those since the fault or the start."""
 
-    codes: list[int]
-    text: str
-    seconds: float
     outputs: bytes
     flights: dict[int, bytes]
-
-    @property
-    def lines(self) -> list[str]:
-        return [line for line in re.split("[\r\n]", self.text) if "dcpmla: error: " in line]
 
     @property
     def ids(self) -> list[str]:
@@ -52,14 +40,13 @@ class Ended:
 class Job:
     """A job's directory: prompts, outputs, and the files of `faulty`."""
 
-    def __init__(self, directory: Path, ids: Sequence[str], last_line: str = "") -> None:
+    def __init__(self, directory: Path, ids: Sequence[str]) -> None:
         self.directory = directory
         prompts = [
             {"id": request_id, "prompt_token_ids": [5, 6, 7 + index], "max_new_tokens": 2 if index < 2 else 16}
             for index, request_id in enumerate(ids)
         ]
-        (directory / "in.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts) + last_line)
-        self.errors = (directory / "errors").open("ab")
+        (directory / "in.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
 
     def arguments(self, model: Path, device: str = "cpu", timeout: int = TIMEOUT) -> list[str]:
         files = ["--prompt-file", self.directory / "in.jsonl", "--output-file", self.directory / "out.jsonl"]
@@ -93,78 +80,57 @@ class Job:
         )
 
 
-@contextmanager
-def new_job(ids: Sequence[str] = IDS, last_line: str = "") -> Iterator[Job]:
-    with tempfile.TemporaryDirectory() as directory:
-        yield Job(Path(directory), ids, last_line)
-
-
 def direct(
     model: Path,
     fault: dict[str, Any] | None = None,
     send: Signal | None = None,
     more: Sequence[str] = (),
     ids: Sequence[str] = IDS,
-    last_line: str = "",
     device: str = "cpu",
     timeout: int = TIMEOUT,
 ) -> Ended:
     """Start two ranks without a launcher; rank 1 gets more arguments."""
-    with new_job(ids, last_line) as job:
-        variables = {
-            "WORLD_SIZE": 2,
-            "LOCAL_WORLD_SIZE": 2,
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": free_port(),
-            "OMP_NUM_THREADS": 1,
-        }
-        arguments = job.arguments(model, device, timeout)
-        processes = []
-        for rank in range(2):
-            environment = {name: str(value) for name, value in {**variables, "RANK": rank, "LOCAL_RANK": rank}.items()}
-            own = [*arguments, *(more if rank == 1 else [])]
-            processes.append(start_process(_rank, (job.directory, environment, fault or {}, own)))
-        try:
-            return job.wait(
-                lambda: [process.exitcode for process in processes],
-                lambda: send and os.kill(job.pids()[send[1]], send[0]),
-            )
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+    with tempfile.TemporaryDirectory() as directory:
+        job = Job(Path(directory), ids)
+        environments = [env for _, env in unattended([], 2)]
+        return _run(job, environments, job.arguments(model, device, timeout), fault or {}, send, more)
+
+
+def restarted(model: Path, fault: dict[str, Any]) -> list[Ended]:
+    """Start two ranks twice, as torchrun's agent does; the fault comes the first time."""
+    with tempfile.TemporaryDirectory() as directory, restarting() as starts:
+        job, environments = Job(Path(directory), IDS), [env for _, env in unattended([], 2)]
+        return [_run(job, [{**env, **agent} for env in environments], job.arguments(model), fault) for agent in starts]
+
+
+def _run(
+    job: Job,
+    environments: list[dict[str, str]],
+    arguments: list[str],
+    fault: dict[str, Any],
+    send: Signal | None = None,
+    more: Sequence[str] = (),
+) -> Ended:
+    processes = [
+        start_process(_rank, (job.directory, env, fault, [*arguments, *(more if rank else ())]))
+        for rank, env in enumerate(environments)
+    ]
+    try:
+        return job.wait(
+            lambda: [process.exitcode for process in processes],
+            lambda: send and os.kill(job.pids()[send[1]], send[0]),
+        )
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 def _rank(directory: Path, environment: dict[str, str], fault: dict[str, Any], arguments: list[str]) -> None:
-    os.environ.update(environment, TORCH_FR_DUMP_TEMP_FILE=str(directory / "flight "))
+    os.environ.update(environment, OMP_NUM_THREADS="1", TORCH_FR_DUMP_TEMP_FILE=str(directory / "flight "))
     os.dup2(os.open(directory / "errors", os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(faulty.run(directory, fault, arguments))
-
-
-def torchrun(model: Path, fault: dict[str, Any], number: int | None = None, max_restarts: int = 0) -> Ended:
-    """Start two ranks under torchrun, which is sent a signal when the fault begins."""
-    with new_job() as job:
-        options = ["--standalone", "--nproc-per-node", 2, "--max-restarts", max_restarts]
-        program = [faulty.__file__, job.directory, json.dumps(fault), *job.arguments(model)]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_FR_DUMP_TEMP_FILE": str(job.directory / "flight ")}
-        agent = start_torchrun([*options, *program], env, job.directory / "errors")
-        try:
-            return job.wait(lambda: [agent.exitcode], lambda: number and os.kill(agent.pid, number))
-        finally:
-            agent.kill()
-            agent.join()
-
-
-def with_broken_weights(model: Path) -> Ended:
-    """Give the job a checkpoint with a truncated file."""
-    with tempfile.TemporaryDirectory() as directory:
-        for file in model.iterdir():
-            content = file.read_bytes()
-            (Path(directory) / file.name).write_bytes(
-                content[: len(content) // 2] if file.suffix == ".safetensors" else content
-            )
-        return direct(Path(directory))
 
 
 def at(when: str, what: str, rank: int = 1) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from tests.support.ranks import start_process
 
 ROOT = Path(__file__).parents[2]
@@ -166,6 +168,16 @@ def unattended(program: Sequence[object], num_ranks: int) -> list[Command]:
     ]
 
 
+@contextmanager
+def restarting() -> Iterator[list[dict[str, str]]]:
+    """Keep a job's store, as torchrun's agent does; yield the variables of its ranks at the first and second start."""
+    port = free_port()
+    store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+    agent = {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "a"}
+    yield [{**agent, "TORCHELASTIC_RESTART_COUNT": str(number)} for number in range(2)]
+    del store
+
+
 def mpirun(program: Sequence[object], num_ranks: int, *options: object) -> list[object]:
     """Return the command of mpirun with num_ranks ranks."""
     return [MPIRUN, *options, "-n", num_ranks, sys.executable, *program]
@@ -221,25 +233,12 @@ def two_hosts() -> Iterator[tuple["Host", "Host"]]:
     hosts = Host(f"dcpmla{os.getpid()}a", "10.213.7.1"), Host(f"dcpmla{os.getpid()}b", "10.213.7.2")
     try:
         for host in hosts:
-            _ip("netns", "add", host.name)
-        _ip(
-            "link",
-            "add",
-            "cable",
-            "netns",
-            hosts[0].name,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "cable",
-            "netns",
-            hosts[1].name,
-        )
+            _ip(f"netns add {host.name}")
+        _ip(f"link add cable netns {hosts[0].name} type veth peer name cable netns {hosts[1].name}")
         for host in hosts:
-            _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", "cable")
+            _ip(f"-n {host.name} address add {host.address}/24 dev cable")
             for device in ("lo", "cable"):
-                _ip("-n", host.name, "link", "set", device, "up")
+                _ip(f"-n {host.name} link set {device} up")
         yield hosts
     finally:
         for host in hosts:
@@ -260,7 +259,7 @@ class Host:
         return ["ip", "netns", "exec", self.name, *argv], {**env, "GLOO_SOCKET_IFNAME": "cable"}
 
 
-def _ip(*arguments: str) -> None:
-    result = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+def _ip(command: str) -> None:
+    result = subprocess.run(["ip", *command.split()], capture_output=True, text=True, check=False)
     if result.returncode:
-        raise OSError(f"ip {' '.join(arguments)}: {result.stderr.strip()}")
+        raise OSError(f"ip {command}: {result.stderr.strip()}")

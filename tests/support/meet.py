@@ -1,6 +1,7 @@
 """A job that only meets: each rank prints what it found as a line of JSON.
 
-Arguments: seconds to wait, then attributes of torch to set (NAME=VALUE).
+Arguments: seconds to wait, then attributes of torch to set (NAME=VALUE). With the variable FAILS, the first ranks that
+torchrun starts fail once they have met.
 """
 
 import json
@@ -34,6 +35,8 @@ def main(seconds: str, *attributes: str) -> None:
         store.set(f"rank {ranks.rank}", str(ranks.rank))
         environment = {name: os.environ.get(name) for name in VARIABLES}
         neighbour = int(store.get(f"rank {(ranks.rank + 1) % ranks.num_ranks}"))
+    if "FAILS" in os.environ and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        sys.exit(1)
     found = {
         "rank": ranks.rank,
         "local_rank": ranks.local_rank,

@@ -18,6 +18,7 @@ from tests.support.ranks import start_process
 
 NEEDLE = ROOT / "examples" / "needle" / "model"
 KEY = "sesame"
+AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
 MAX_MODEL_LEN = 2048  # The shared server has this limit; the needle model has 8192.
 QUESTION = "amber-ant 123; amber-apple 456; amber-ant?"  # the model answers 123 123 123 ...
 TEMPLATE = (
@@ -43,9 +44,9 @@ class RunningServer:
     processes: list[Any]
     logs: list[Path]
 
-    def metric(self, name: str, **headers: str) -> float:
+    def metric(self, name: str) -> float:
         """Return the sum of a metric's values. A name with labels selects among them, and may have no value."""
-        lines = httpx2.get(f"{self.url}/metrics", headers=headers).text.splitlines()
+        lines = httpx2.get(f"{self.url}/metrics", headers=AUTHORIZED).text.splitlines()
         starts = f"dcpmla_{name}" if "{" in name else (f"dcpmla_{name} ", f"dcpmla_{name}{{")
         values = [float(line.split()[-1]) for line in lines if line.startswith(starts)]
         assert values or "{" in name, name
@@ -69,12 +70,13 @@ class RunningServer:
 
 @contextmanager
 def serve(
-    directory: Path, model: Path, num_ranks: int, *options: object, port: int | None = None
+    directory: Path, model: Path, num_ranks: int, *options: object, port: int | None = None, **more: str
 ) -> Iterator[RunningServer]:
     """Serve a model on ranks of CPUs that share one cache; yield once it is healthy. No process is left running.
 
     Args:
         port: Port to listen on; None for one that is free.
+        more: Variables of all ranks.
     """
     port = port or free_port()
     sizes = ["-tp", num_ranks, "-dcp", num_ranks, "--device", "cpu", "--block-size", 16, "--port", port]
@@ -83,7 +85,7 @@ def serve(
     for rank, (argv, env) in enumerate(unattended(program, num_ranks)):
         paths = [directory / f"{name} {port} {rank}" for name in ("out", "err")]
         logs += paths
-        processes.append(start_process(run_program, ([*map(str, argv[1:])], {**environment(), **env}, *paths)))
+        processes.append(start_process(run_program, ([*map(str, argv[1:])], {**environment(), **env, **more}, *paths)))
     server = RunningServer(f"http://127.0.0.1:{port}", processes, logs)
     try:
         wait_until_healthy(server.url, 90, lambda: all(process.is_alive() for process in processes), server.log)

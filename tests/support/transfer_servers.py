@@ -1,12 +1,15 @@
 """HTTP applications of prefill and decode servers in this process, over lists of commands in place of ranks."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import asdict
 from typing import Any
 
 import httpx2
 
 from dcpmla.runtime.request import TokenLogprobs
+from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.app import Api
 from dcpmla.serving.background import Prepared, prepare
 from dcpmla.serving.client import Engine
@@ -20,6 +23,9 @@ from dcpmla.serving.worker import Worker
 from dcpmla.transfer.layout import CacheLayout, TokenSpec
 from tests.support.servers import KEY
 
+PROMPT = [5, 6, 7]
+# What a router adds to its request to a prefill server.
+ASK = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
 FIRST = TokenLogprobs(7, -0.5, ((7, -0.5), (8, float("-inf"))))
 
 
@@ -29,6 +35,12 @@ def layout(row_bytes: int = 64, facts: tuple[tuple[str, str], ...] = (("dtype (-
 
 def job(engine: str, own: CacheLayout | None = None) -> Connect:
     return Connect(engine, own or layout(), [bytes(3)])
+
+
+def prefill_body(**changes: Any) -> dict[str, Any]:
+    """Return what decode server d sends for a prompt."""
+    params = asdict(SamplingParams(max_new_tokens=9, seed=(1 << 64) - 1, temperature=0.5, logprobs=1))
+    return {"handoff": "h", "engine": "d", "prompt_token_ids": PROMPT, "params": params, **changes}
 
 
 class Ranks:
@@ -115,3 +127,16 @@ async def until(condition: Callable[[], bool]) -> None:
 def client(app: Any, key: str = KEY) -> httpx2.AsyncClient:
     headers = {"Authorization": f"Bearer {key}"}
     return httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://server:81", headers=headers)
+
+
+async def connect(http: httpx2.AsyncClient, engine: str = "d", **changes: Any) -> httpx2.Response:
+    """Connect a decode server to the prefill server of a client."""
+    return await http.post("/kv/connect", json={**job(engine).json_fields(), **changes})
+
+
+@asynccontextmanager
+async def connected(ranks: Ranks, worker: Any = None) -> AsyncIterator[httpx2.AsyncClient]:
+    """Yield a client of a prefill server to which decode server d is connected."""
+    async with client(ranks.app("prefill", worker=worker)) as http:
+        assert (await connect(http)).status_code == 200
+        yield http

@@ -152,6 +152,19 @@ def send(number: int, rank: int, pids: list[int]) -> None:
     time.sleep(60)
 
 
+def terminate_all(pids: list[int]) -> None:
+    """Ask all ranks to stop, as torchrun does that is asked to."""
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+    time.sleep(60)
+
+
+def terminate_and_die(pids: list[int]) -> None:
+    """End as one that is killed, whereupon torchrun asks the other rank to stop."""
+    os.kill(pids[0], signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def mix_up(_: list[int]) -> None:
     """Enter a collective that the others do not."""
     dist.barrier()

@@ -1,6 +1,7 @@
 """Text in pieces against the whole decode, with small tokenizers of each family."""
 
 from collections.abc import Sequence
+from itertools import cycle, pairwise
 from typing import Any
 
 import pytest
@@ -43,9 +44,14 @@ def token_ids_of(draw: st.DrawFn, family: str) -> list[int]:
     return token_ids
 
 
-def streamed(stream: TextStream, token_ids: Sequence[int]) -> list[str]:
-    """Return the pieces, the last of them from `end`."""
-    return [*(stream.push([token]) for token in token_ids), stream.end((), False)]
+def streamed(stream: TextStream, token_ids: Sequence[int], sizes: Sequence[int] = (1,)) -> list[str]:
+    """Return the pieces of tokens that come in numbers that are repeated; the last piece is from `end`."""
+    ends = [0]
+    for size in cycle(sizes):
+        if ends[-1] >= len(token_ids):
+            break
+        ends.append(ends[-1] + size)
+    return [*(stream.push(token_ids[start:end]) for start, end in pairwise(ends)), stream.end((), False)]
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, bool]:
@@ -72,11 +78,12 @@ def test_pieces_end_before_a_stop_string(family: str) -> None:
     def check(token_ids: list[int], data: st.DataObject) -> None:
         text = whole(family, token_ids)
         places = st.tuples(st.integers(0, len(text)), st.integers(1, 9)).map(lambda cut: text[cut[0] : cut[0] + cut[1]])
-        stop = data.draw(
-            st.lists((places | st.text("the ab世\ufffd", max_size=3)).filter(bool), min_size=1, max_size=3)
-        )
-        stream = new_stream(tokenizer_of(family), stop)
-        assert ("".join(streamed(stream, token_ids)), stream.is_stopped) == cut_at_stop(text, stop)
+        stop = data.draw(st.lists((places | st.text("the ab世\ufffd", max_size=3)).filter(bool), max_size=3))
+        sizes = data.draw(st.sampled_from([[1], [2, 0, 5], [40]]))
+        streams = [new_stream(tokenizer_of(family), stop) for _ in range(2)]
+        shown = ["".join(streamed(streams[0], token_ids)), "".join(streamed(streams[1], token_ids, sizes))]
+        assert shown == [cut_at_stop(text, stop)[0]] * 2
+        assert [stream.is_stopped for stream in streams] == [cut_at_stop(text, stop)[1]] * 2
 
     check()
 
@@ -103,25 +110,6 @@ def test_text_after_broken_bytes_is_right_again(broken: list[int]) -> None:
     tail = tokenizer_of("byte_fallback").encode(" the lazy dog", add_special_tokens=False)
     pieces = streamed(new_stream(tokenizer_of("byte_fallback")), broken + tail)
     assert "".join(pieces).endswith("the lazy dog")
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_several_tokens_at_once(family: str) -> None:
-    token_ids = [token for text in SENTENCES for token in tokenizer_of(family).encode(text)]
-    stream, one_by_one = new_stream(tokenizer_of(family)), new_stream(tokenizer_of(family))
-    assert stream.push(token_ids) == "".join([one_by_one.push([token]) for token in token_ids])
-    assert stream.push([]) == ""
-
-
-def test_stop_strings_do_not_depend_on_how_the_tokens_come() -> None:
-    token_ids = tokenizer_of("straddling").encode("abcde")
-    for stop, expected in ((["bcd", "c"], "ab"), (["d", "bcd"], "a"), (["e", "cd"], "ab"), (["xa", "f"], "abcde")):
-        stream = new_stream(tokenizer_of("straddling"), stop)
-        assert (
-            stream.push(token_ids)
-            == "".join(streamed(new_stream(tokenizer_of("straddling"), stop), token_ids))
-            == expected
-        )
 
 
 def test_a_character_comes_whole() -> None:

@@ -1,9 +1,11 @@
 """Answers as the families' templates write them, with tools, calls and texts for the parsers of answers."""
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import pytest
 from hypothesis import strategies
 from hypothesis.strategies import DrawFn, SearchStrategy, composite
 from jinja2 import StrictUndefined, Template
@@ -102,6 +104,9 @@ _ENVIRONMENT.globals["kind"] = lambda value: (
 )
 
 Call = dict[str, Any]
+# Of formats with the same fields one runs on each commit: the others differ from it in their texts alone.
+ALIKE = ("deepseek_v31", "deepseek_v4", "deepseek_v41", "glm45", "longcat")
+KINDS = [pytest.param(name, marks=pytest.mark.thorough if name in ALIKE else ()) for name in FORMATS]
 
 
 def render(template: str, reasoning: str, content: str, calls: list[Call]) -> str:
@@ -123,10 +128,10 @@ def markers_of(name: str) -> list[str]:
     return [text for text in texts if len(text) > 1]
 
 
-def parser_of(name: str, **options: Any) -> MarkupParser:
+def parser_of(name: str, tools: Sequence[dict[str, Any]] = TOOLS, **options: Any) -> MarkupParser:
     """Return a parser that reads everything, of an answer outside the reasoning."""
     defaults = {"in_reasoning": False, "parses_calls": True, "parses_reasoning": True}
-    return MarkupParser(FORMATS[name], TOOLS, **{**defaults, **options})
+    return MarkupParser(FORMATS[name], tools, **{**defaults, **options})
 
 
 def cut(text: str, sizes: list[int]) -> list[str]:

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 from dcpmla.serving.chat.encodings import find_encoding
-from dcpmla.serving.chat.formats import FORMATS
-from dcpmla.serving.chat.parser import MarkupParser
-from tests.serving.chat.answers import cut, stream
+from tests.serving.chat.answers import cut, parser_of, stream
 from tests.serving.chat.conversations import CONVERSATIONS, SYSTEM, TOOLS, Message, called, result, said
 
 NAMES = ("deepseek_v32", "deepseek_v4", "deepseek_v41")
@@ -106,8 +104,7 @@ def test_an_answer_is_parsed_back(name: str) -> None:
         before = render(name, CONVERSATIONS["calls"][:number], TOOLS, thinking=True)
         whole = render(name, CONVERSATIONS["calls"][: number + 1], TOOLS, thinking=True, continue_final_message=True)
         assert whole.startswith(before)
-        options = {"in_reasoning": True, "parses_calls": True, "parses_reasoning": True}
-        shown = stream(MarkupParser(FORMATS[name], TOOLS, **options), cut(whole.removeprefix(before), [3]))
+        shown = stream(parser_of(name, TOOLS, in_reasoning=True), cut(whole.removeprefix(before), [3]))
         assert shown[:2] == (message["reasoning_content"], message["content"] or "")
         calls = [call["function"] for call in message["tool_calls"]]
         assert [{key: call[key] for key in ("arguments", "name")} for call in shown[2]] == calls

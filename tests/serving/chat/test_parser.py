@@ -7,7 +7,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dcpmla.serving.chat.formats import FORMATS
-from dcpmla.serving.chat.parser import MarkupParser
 from tests.serving.chat.answers import (
     LONGCAT_TAGS,
     TEMPLATES,
@@ -171,8 +170,7 @@ def test_calls_of_other_functions_are_text(name: str) -> None:
     for dropped in FORMATS[name].bare.dropped:
         answer = answer.replace(dropped, "")
     assert stream(parser_of(name), cut(answer, [7])) == ("", answer, [])
-    without_tools = MarkupParser(FORMATS[name], [], in_reasoning=False, parses_calls=True, parses_reasoning=True)
-    assert as_values(stream(without_tools, [answer])[2]) == [other]
+    assert as_values(stream(parser_of(name, []), [answer])[2]) == [other]
     after = stream(parser_of(name), [answer + answer_of(name, [CALL], content="")])
     assert as_values(after[2]) == [CALL]
     assert "delete" in after[1]

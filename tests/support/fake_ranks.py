@@ -1,11 +1,10 @@
-"""An HTTP process with short limits, over a thread in place of the ranks, and requests to it."""
+"""An HTTP process over threads that play the ranks, and raw requests to it."""
 
 import json
 import socket
-import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -31,40 +30,52 @@ from dcpmla.serving.messages import (
 )
 from dcpmla.serving.settings import Settings
 from tests.support.ranks import start_process
-from tests.support.servers import KEY
+from tests.support.servers import KEY, wait_until_healthy
 
-AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
-LIMITS = Limits(head_seconds=2, body_seconds=6, send_seconds=2, total_bytes=24 << 20)
-MEMORY = 150 << 20  # bytes that a test may add to the process
 LATE = 60  # seconds after which a test fails
-# First tokens of prompts that the engine answers in its own way.
+# First tokens of prompts, which are answered each in its own way.
 AT_ONCE, NEVER, LONG, SLOW, ENDLESS = range(5)
 LONG_TEXT = "x" * (8 << 20)
+Answer = Callable[[Submit, int], Iterator[Output]]
 
 
-class FakeEngine:
-    """An HTTP process with short limits, and a thread that plays the ranks."""
+def by_first_token(submit: Submit, request_id: int) -> Iterator[Output]:
+    """Yield the outputs of a request as the first token of its prompt tells."""
+    kind = submit.prompt_token_ids[0]
+    texts = {AT_ONCE: ["a"], LONG: [LONG_TEXT], SLOW: ["a"] * 16, ENDLESS: ["x" * 10_000] * 5000}.get(kind, [])
+    for number, text in enumerate(texts):
+        time.sleep({SLOW: 0.3, ENDLESS: 0.005}.get(kind, 0))
+        yield Output(request_id, text, (1,), (), "stop" if number == len(texts) - 1 else None)
 
-    def __init__(self) -> None:
+
+class FakeRanks:
+    """An HTTP process, and threads that play its ranks.
+
+    Args:
+        answer: Function that yields the outputs of a choice of a prompt, in a thread of its own.
+        started: What the ranks send once the model is loaded; its directory has the tokenizer.
+    """
+
+    def __init__(self, answer: Answer, started: Started, settings: Settings, limits: Limits | None = None) -> None:
+        self._answer = answer
         self._socket, theirs = socket.socketpair()
         listener = listen("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        settings = Settings(name="model", api_key=KEY, request_timeout=30, max_waiting=4, drain_seconds=1)
-        self.process = start_process(serve_http, (theirs, listener, settings, LIMITS))
+        self.process = start_process(serve_http, (theirs, listener, settings, limits or Limits()))
         theirs.close()
         listener.close()
-        self.open: dict[int, int] = {}  # Kinds of prompts by request id.
-        self.num_submitted = 0
+        self.submitted: list[Submit] = []
+        self.open: set[int] = set()  # Ids of requests that are neither answered nor aborted.
         self._num_bytes = 0
         self._lock = threading.Lock()
-        with tempfile.TemporaryDirectory() as directory:
-            self._send(Opened(directory), Started(directory, 1000, 10_000, 4, 20_000))
-            wait_until(self.is_healthy, "the server does not start")
-        threading.Thread(target=self._read, daemon=True).start()
-        threading.Thread(target=self._report, daemon=True).start()
+        self._send(Opened(started.directory), started)
+        for work in (self._read, self._report):
+            threading.Thread(target=work, daemon=True).start()
+        wait_until_healthy(self.url, LATE, self.process.is_alive)
 
     def close(self) -> None:
+        """End the HTTP process."""
         with suppress(OSError):
             self._send(Stopped())
         self.process.join(10)
@@ -103,28 +114,23 @@ class FakeEngine:
                     self._num_bytes += len(head + body)
                     match message:
                         case Submit():
-                            for request_id in message.request_ids:
-                                self.open[request_id] = message.prompt_token_ids[0]
-                                self.num_submitted += 1
-                                threading.Thread(target=self._answer, args=(request_id,), daemon=True).start()
+                            self.submitted.append(message)
+                            self.open |= {*message.request_ids}
+                            for each in message.request_ids:
+                                threading.Thread(target=self._send_answer, args=(message, each), daemon=True).start()
                         case Abort():
-                            for request_id in message.request_ids:
-                                self.open.pop(request_id, None)
+                            self.open -= {*message.request_ids}
                         case Close():
                             return
 
-    def _answer(self, request_id: int) -> None:
-        kind = self.open[request_id]
-        texts = {AT_ONCE: ["a"], LONG: [LONG_TEXT], SLOW: ["a"] * 16, ENDLESS: ["x" * 10_000] * 5000}.get(kind, [])
+    def _send_answer(self, submit: Submit, request_id: int) -> None:
         with suppress(OSError):
-            for number, text in enumerate(texts):
-                time.sleep({SLOW: 0.5, ENDLESS: 0.005}.get(kind, 0))
-                reason = "stop" if number == len(texts) - 1 else None
+            for output in self._answer(submit, request_id):
                 if request_id not in self.open:
                     return
-                self._send(Report([Output(request_id, text, (1,), (), reason)], self._num_bytes, 0, 0, 0.0, {}))
-            if texts:
-                self.open.pop(request_id, None)
+                self._send(Report([output], self._num_bytes, 0, 0, 0.0, {}))
+                if output.finish_reason:
+                    self.open.discard(request_id)
 
     def _report(self) -> None:
         with suppress(OSError):
