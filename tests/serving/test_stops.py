@@ -1,4 +1,4 @@
-"""How a server ends: told to stop, with a dead rank, and started again."""
+"""How a server ends: told to stop, with a dead rank, and started again by torchrun."""
 
 import json
 import os
@@ -7,18 +7,21 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx2
+import psutil
 import pytest
 
 from dcpmla.serving.frontend import Frontend, listen
-from tests.support.launchers import ROOT, free_port, restarting
-from tests.support.servers import NEEDLE, QUESTION, read_events, serve
+from tests.support.launchers import ROOT, environment, free_port
+from tests.support.servers import NEEDLE, QUESTION, read_events, serve, wait_until_healthy
 
 LONG = {"prompt": QUESTION, "temperature": 0, "ignore_eos": True, "stream": True}
 
@@ -102,34 +105,51 @@ def test_a_killed_http_process_is_named() -> None:
     frontend.close()
 
 
-def page(port: int) -> list[str]:
-    """Return the blocks of docs/serving.md, with another port."""
+def page(*changes: tuple[str, str]) -> list[str]:
+    """Return the blocks of docs/serving.md, with some words changed."""
     text = (ROOT / "docs" / "serving.md").read_text()
-    assert ":8000" in text
-    return re.findall(r"^```\w*\n(.*?)^```$", text.replace(":8000", f":{port}"), re.DOTALL | re.MULTILINE)
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    return re.findall(r"^```\w*\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
-def test_a_dead_rank_fails_all_requests_and_a_restart_serves_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On the same port, started as torchrun does; and the page's commands work."""
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Any]:
+    """Run the page's first command, with what makes it small; yield the process, its address and the page's blocks."""
     port = free_port()
-    start, ask, use, *_ = page(port)
-    words = shlex.split(start)
-    at = words.index("--model") + 2
-    command = "torchrun --standalone --nproc-per-node 2 --max-restarts 3 -m dcpmla serve --model"
-    assert words[: at - 1] == command.split()
-    with restarting() as (first, second):
-        with serve(tmp_path, ROOT / words[at - 1], 2, *words[at:], port=port, **first) as server:
-            with Reader.reading(server.url, 8000) as running:
-                server.stop(1, signal.SIGKILL)
-            last = json.loads(running.lines[-2].removeprefix("data: "))
-            assert "error" in last, running.lines[-4:]
-            assert (last["error"]["type"], last["error"]["code"]) == ("server_error", "rank_failed")
-            assert server.exit_codes() == [1, -9], server.log()
-        with serve(tmp_path, ROOT / words[at - 1], 2, *words[at:], port=port, **second):
-            if shutil.which("curl"):
-                answer = subprocess.run(shlex.split(ask), capture_output=True, check=True, timeout=60).stdout
-                assert json.loads(answer)["choices"][0]["text"] == "123"
-            exec(use, {})
+    small = f"--device cpu --port {port} --kv-cache-memory-bytes {4 << 20}"
+    start, *others = page((":8000", f":{port}"), ("--max-restarts", "--monitor-interval 0.2 --max-restarts"))
+    name, *words = shlex.split(f"{start} {small}")
+    assert name == "torchrun"
+    with (tmp_path / "output").open("wb") as output:
+        argv = [sys.executable, "-m", "torch.distributed.run", *words]
+        agent = psutil.Popen(argv, env=environment(), cwd=ROOT, stdout=output, stderr=output)
+    yield agent, f"http://127.0.0.1:{port}", others
+    for process in [*agent.children(recursive=True), agent]:
+        process.kill()
+    agent.wait()
+    assert "2 ranks, 2 of them on this host, started by torchrun, on CPUs" in (tmp_path / "output").read_text()
+
+
+def test_a_dead_rank_fails_all_requests_and_torchrun_starts_it_again(
+    job: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the page's commands work."""
+    agent, url, (ask, use, *_) = job
+    wait_until_healthy(url, 90, agent.is_running)
+    # The first rank has children that serve HTTP.
+    (rank_1,) = (rank for rank in agent.children() if not rank.children())
+    with Reader.reading(url, 8000) as running:
+        rank_1.kill()
+        killed = time.monotonic()
+    last = json.loads(running.lines[-2].removeprefix("data: "))
+    assert "error" in last, running.lines[-4:]
+    assert (last["error"]["type"], last["error"]["code"]) == ("server_error", "rank_failed")
+    wait_until_healthy(url, 90, agent.is_running)
+    print(f"healthy {time.monotonic() - killed:.1f} s after the rank's death")
+    if shutil.which("curl"):
+        answer = subprocess.run(shlex.split(ask), capture_output=True, check=True, timeout=60).stdout
+        assert json.loads(answer)["choices"][0]["text"] == "123"
+    exec(use, {})
     assert capsys.readouterr().out.splitlines()[-1].startswith("456 ")
