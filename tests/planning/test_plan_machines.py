@@ -115,7 +115,7 @@ def test_dense_layers_speak_of_sparse_models_too(v3: ModelSize) -> None:
     """Benchmarks of layers leave the indexer out: their rows are predicted alike for V3.2, which has V3's machine."""
     rows = layer_rows(v3)
     assert [predict_row(H200X8, read_v32(), row) for row in rows] == [predict_row(H200X8, v3, row) for row in rows]
-    some = rows[::5]  # a fit over all takes 15 s
+    some = rows[::5]  # a fit over all takes five times as long
     assert calibrate(H200X8, read_v32(), some) == calibrate(H200X8, v3, some)
 
 

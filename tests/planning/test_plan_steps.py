@@ -135,6 +135,7 @@ def test_parts_are_those_of_the_issue_and_add_up(v3: ModelSize) -> None:
 def test_output_projections_are_projections_and_their_all_reduce_is_rest(v3: ModelSize) -> None:
     """Of the attention layers alone; one request reads weights, so their bytes tell the time."""
     stack = v3.attention_stack
+    assert stack is not None
     step = Deployment(H200X8, stack, Setting(tp=8, dcp=1, kv_cache_dtype="bf16")).step_us(1, 64)
     assert step["rest"] == pytest.approx(61 * H200X8.all_reduce_us(7168 * 2, 8))
     matrices = (
