@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_get_mscale
 
 from dcpmla.config import MLAConfig
-from dcpmla.fields import divisors
 from dcpmla.integrations.families.family import yarn_mscale
 from dcpmla.integrations.families.table import FAMILIES, attention_of
 from tests.support.models import LARGE4_FAMILIES, MLA_FAMILIES, tiny_config
@@ -113,6 +112,8 @@ def test_scale_is_that_of_the_scores(family: str, rope: str, monkeypatch: pytest
     """Whatever a module multiplies into its query and its scores, together it is scale x the Llama 4 factor."""
     hf_config = make_config(family, rope)
     module, config = make_module(hf_config), attention_of(hf_config).config
+    scale = module.scaling * getattr(module, "mla_scale_q_lora", 1.0)
+    assert config.softmax_scale == pytest.approx(scale, rel=1e-12)
     hidden = torch.randn(len(POSITIONS), config.hidden_size)
     seen, *_ = call(module, hidden, monkeypatch)
     if config.q_lora_rank is None:
@@ -137,6 +138,7 @@ def test_scale_is_that_of_the_scores(family: str, rope: str, monkeypatch: pytest
 def test_latents_are_normed_and_scaled_as_the_module_does(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hf_config = make_config(family)
     module, config = make_module(hf_config), attention_of(hf_config).config
+    assert config.kv_lora_scale == pytest.approx(getattr(module, "mla_scale_kv_lora", 1.0), rel=1e-12)
     hidden = 1e-3 * torch.randn(len(POSITIONS), config.hidden_size)  # small enough to tell the eps of the norm
     seen, *_ = call(module, hidden, monkeypatch)
     compressed = module.kv_a_proj_with_mqa(hidden)[:, : config.kv_lora_rank]
@@ -159,18 +161,6 @@ def test_rotary_layout_is_the_one_the_module_calls(family: str, monkeypatch: pyt
 
 
 @families
-@ropes
-def test_scale_equals_the_modules_attribute(family: str, rope: str) -> None:
-    hf_config = make_config(family, rope)
-    module = make_module(hf_config)
-    scale = module.scaling * getattr(module, "mla_scale_q_lora", 1.0)
-    assert attention_of(hf_config).config.softmax_scale == pytest.approx(scale, rel=1e-12)
-    assert attention_of(hf_config).config.kv_lora_scale == pytest.approx(
-        getattr(module, "mla_scale_kv_lora", 1.0), rel=1e-12
-    )
-
-
-@families
 def test_geometry_is_that_of_the_weights(family: str) -> None:
     hf_config = make_config(family)
     module, config = make_module(hf_config), attention_of(hf_config).config
@@ -186,20 +176,6 @@ def test_geometry_is_that_of_the_weights(family: str) -> None:
     assert (module.o_proj.bias is not None) == (module.kv_a_proj_with_mqa.bias is not None) == config.attention_bias
 
 
-def test_scale_of_deepseek_v3_as_published() -> None:
-    """192^-0.5 (0.1 ln 40 + 1)^2, from the model card's YaRN factor of 40."""
-    hf_config = make_config("deepseek_v3")
-    hf_config.qk_nope_head_dim, hf_config.qk_rope_head_dim = 128, 64
-    hf_config.rope_parameters = {
-        "rope_type": "yarn",
-        "rope_theta": 1e4,
-        "factor": 40.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    }
-    assert attention_of(hf_config).config.softmax_scale == pytest.approx(0.1352338, abs=1e-7)
-
-
 def test_other_architectures_are_refused() -> None:
     with pytest.raises(ValueError, match="architecture 'llama' is not an MLA model") as error:
         attention_of(transformers.LlamaConfig())
@@ -210,12 +186,6 @@ def test_other_architectures_are_refused() -> None:
 @pytest.mark.parametrize("mscale", [0.707, 1.0, 2.0])
 def test_yarn_mscale(factor: float, mscale: float) -> None:
     assert yarn_mscale(factor, mscale) == pytest.approx(yarn_get_mscale(factor, mscale), rel=1e-12)
-
-
-def test_divisors() -> None:
-    assert divisors(1) == [1]
-    assert divisors(12) == [1, 2, 3, 4, 6, 12]
-    assert divisors(13) == [1, 13]
 
 
 def test_heads_per_rank() -> None:

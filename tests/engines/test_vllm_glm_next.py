@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from tests.engines.glm_next_model import save_glm_next
-from tests.engines.test_vllm_names import VERSIONS
-from tests.engines.test_vllm_sparse import check, run_engine
-from tests.engines.trees import vllm_tree
+from tests.engines.test_vllm_sparse import check, check_sharded_drafts, run_engine
+from tests.engines.trees import VERSIONS, vllm_tree
 from tests.engines.vllm_names import moved
 from tests.support.launchers import ROOT
 
@@ -46,18 +45,9 @@ def test_one_rank(model: Path) -> None:
 
 
 def test_drafts_under_decode_context_parallelism(model: Path) -> None:
-    """TP 2 x DCP 2 in groups of two pools, two drafts a step by an MTP module, whose layer selects pools, too; all
-    prefills attend with absorbed queries. Without the merge, or with the candidates of one rank, answers are wrong.
-    """
+    """TP 2 x DCP 2 in groups of two pools, two drafts a step by an MTP module, whose layer selects pools, too."""
     layout = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 8}
     drafts = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
     report = run_engine(model, 2, route="absorbed", **layout, **drafts, **OPTIONS)
     check_pools(report)
-    assert report["drafts"]["made"] > 20
-    assert report["drafts"]["right"] > 0.9 * report["drafts"]["made"]  # Ties may go either way.
-    calls = report["calls"]
-    assert "dcp_mla_prefill" not in calls
-    assert calls["gather_candidates"] == calls["select"]
-    assert calls["combine"] == calls["dcp_mla_decode"]
-    assert report["own candidates"] < 0.9, "a choice among one rank's candidates would not be seen"
-    assert report["without merge"] > 0.1
+    check_sharded_drafts(report)

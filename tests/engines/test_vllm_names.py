@@ -5,12 +5,11 @@ from pathlib import Path
 import pytest
 
 from dcpmla.integrations.vllm import CHOSEN_BY_VLLM, END_VERSION, FIRST_VERSION
-from tests.engines.trees import metadata, vllm_tree
+from tests.engines.trees import VERSIONS, metadata, vllm_tree
 from tests.engines.vllm_names import Name, imported, members_of, moved, uncalled
 from tests.support.launchers import ROOT
 
 PLUG_IN = ROOT / "dcpmla" / "integrations" / "vllm"
-VERSIONS = ("0.32.0", "0.33.0")  # The engine runs with the last.
 # Layers of MLA, and the methods that they call. `backend` replaces the first two on each layer, `impl` has the third.
 LAYERS = ("vllm.model_executor.layers.attention.mla_attention", "vllm.models.kimi_k3.nvidia.mla")
 CALLED = ("query_gather", "combine", "forward_mqa")

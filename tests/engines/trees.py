@@ -20,6 +20,7 @@ import pytest
 
 from tests.support.launchers import ROOT, python_path
 
+VERSIONS = ("0.32.0", "0.33.0")  # of vLLM; the engine runs with the last
 PLATFORM = ("--python-version=3.12", "--implementation=cp", "--abi=abi3", "--platform=manylinux_2_28_x86_64")
 _SECONDS = 400  # of a download
 _ENTRY_POINTS = """

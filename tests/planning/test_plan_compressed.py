@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from dataclasses import replace
-from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
 
 from dcpmla.__main__ import main
 from dcpmla.attention.layers.compressed.cache import CompressedCache, CompressedPlan
 from dcpmla.attention.layers.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.cache.states import num_states
 from dcpmla.integrations.families.table import attention_of
-from dcpmla.integrations.model_files import load_config
-from dcpmla.integrations.model_size import read_model
 from dcpmla.planning.capacity import block_of, capacity_table, largest_cache
 from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.machine import H200X8
@@ -29,17 +25,15 @@ from dcpmla.planning.recommend import cache_bytes, make_plan
 from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
 from tests.support.layouts import dcp_config
-from tests.support.models import random_model
+from tests.support.plan_cases import CONFIGS, deployed, read_published, setting_of
 
-CONFIGS = Path(__file__).parent / "configs"
 CSA, HCA = LayerKind(4, True), LayerKind(128, False)
 FORMATS = [(kv, index) for kv in ("bf16", "fp8_ds_mla") for index in ("auto", "fp8")]
 
 
-@cache
 def read(name: str) -> ModelSize:
-    """DeepSeek-V4-Flash or -Pro, as the checkpoint stores it."""
-    return read_model(load_config(CONFIGS / f"deepseek_v4_{name}.json"))
+    """Read DeepSeek-V4-Flash or -Pro."""
+    return read_published(f"deepseek_v4_{name}")
 
 
 def tiny_v4(**changes: Any) -> Any:
@@ -73,8 +67,7 @@ def test_parameters_are_as_published(name: str, billions: float) -> None:
 @pytest.mark.parametrize(("name", "expected"), [("flash", 4096), ("pro", 8192)])
 def test_states_within_prompts_cost_a_sixteenth_of_their_time(name: str, expected: int) -> None:
     """Of its time without another step for a state, which half as many tokens would exceed."""
-    setting = Setting(tp=8, dcp=8, kv_cache_dtype="bf16")
-    costs = PrefillCosts(Deployment(H200X8, read(name), setting), 8192)
+    costs = PrefillCosts(deployed(read(name), 8, 8), 8192)
     steps, least = MixedSteps(costs, 0, 0), costs.least_state_tokens
     assert least == expected
     for size, pays in ((least, True), (least // 2, False)):
@@ -89,14 +82,6 @@ def test_plan_prints_what_prompts_that_begin_alike_reuse(capfd: pytest.CaptureFi
     assert line in capfd.readouterr().out
     reuse = json.loads((tmp_path / "plan.json").read_text())["prompts"]["reuse"]
     assert reuse == {"block_tokens": 512, "least_state_tokens": 4096}
-
-
-def test_weight_bytes_are_those_of_the_checkpoint(tmp_path: Path) -> None:
-    model = random_model(tiny_v4())
-    model.save_pretrained(tmp_path)
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        stored = sum(file.get_tensor(name).nbytes for name in sorted(file.keys()))
-    assert read_model(load_config(tmp_path)).weight_bytes(1)["total"] == stored
 
 
 def test_ranks_cut_heads_and_groups_and_hold_the_rest_whole() -> None:
@@ -141,11 +126,7 @@ def test_sharding_keeps_its_gain(name: str) -> None:
 
 
 def test_bytes_of_a_token_and_of_a_state_by_hand() -> None:
-    flash = make_plan(
-        Deployment(H200X8, read("flash"), Setting(tp=8, dcp=8, kv_cache_dtype="fp8_ds_mla", index_cache_dtype="fp8")),
-        1,
-        4096,
-    )
+    flash = make_plan(deployed(read("flash"), 8, 8, "fp8_ds_mla", index_cache_dtype="fp8"), 1, 4096)
     rows, keys = 21 * 585 / 4 + 20 * 585 / 128, 21 * 132 / 4
     assert flash.kv_bytes_per_token == -(-(rows + keys) // 1)
     windows, sums = 43 * 128 * 585, 4 * 3 * (21 * 2 * (512 + 128) + 20 * 512)
@@ -198,10 +179,7 @@ def test_a_step_reads_windows_and_entries() -> None:
 
 
 def test_sharding_shortens_reads_and_adds_an_exchange() -> None:
-    plain, sharded = (
-        Deployment(H200X8, read("pro"), Setting(tp=8, dcp=dcp, kv_cache_dtype="bf16")).step_us(64, 1 << 20)
-        for dcp in (1, 8)
-    )
+    plain, sharded = (deployed(read("pro"), 8, dcp).step_us(64, 1 << 20) for dcp in (1, 8))
     for part in ("selection", "attention"):
         assert sharded[part] < plain[part]
     for part in ("gather", "combine"):
@@ -212,7 +190,7 @@ def test_sharding_shortens_reads_and_adds_an_exchange() -> None:
 
 def test_a_hyper_connection_takes_a_product() -> None:
     """Its weights are read once, and four streams three times."""
-    machine, setting = H200X8, Setting(tp=8, dcp=1, kv_cache_dtype="bf16")
+    machine, setting = H200X8, setting_of(8, 1)
     model = read("flash")
     others = tuple(parameter for parameter in model.parameters if not parameter.is_hyper_connection)
     for batch in (1, 64):

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch.distributed as dist
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -20,7 +18,6 @@ from dcpmla.bench.plots import select
 from dcpmla.cache.latent import LatentCache
 from dcpmla.comm import nccl
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.parallel import collectives
 from dcpmla.planning.capacity import capacity_table
@@ -32,7 +29,7 @@ from dcpmla.planning.parameter import Parameter
 from dcpmla.planning.recommend import make_plan
 from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
-from tests.support.models import save_tiny, tiny_config
+from tests.support.models import tiny_config
 from tests.support.plan_cases import (
     BEST_ATTENTION,
     COMBINE_OF_8,
@@ -40,6 +37,7 @@ from tests.support.plan_cases import (
     NCCL,
     NUM_TOKENS,
     RESULTS,
+    deployed,
     make_plans,
     read_glm5,
     read_v3,
@@ -141,17 +139,6 @@ def test_attention_is_near_the_best_kernels(v3: ModelSize) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["deepseek_v2", "deepseek_v2_no_q_lora", "deepseek_v3", "glm4_moe_lite", "mistral4", "deepseek_v32", "glm_moe_dsa"],
-)
-def test_weight_bytes_are_those_of_the_checkpoint(family: str, tmp_path: Path) -> None:
-    save_tiny(family, tmp_path)
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        stored = sum(file.get_tensor(name).nbytes for name in sorted(file.keys()))
-    assert read_model(load_config(tmp_path)).weight_bytes(1)["total"] == stored
-
-
 def test_fp8_weights_carry_a_scale_a_block(v3: ModelSize) -> None:
     """Of DeepSeek-V3's experts and attention by hand; embedding, head, router and norms stay as they were."""
     sizes = {(p.name.split("layers.*.")[-1], p.shape): p for p in v3.parameters}
@@ -233,7 +220,7 @@ def test_bytes_of_a_cache_row(kv_cache_dtype: str, num_bytes: int, v3: ModelSize
 @given(dcp=st.sampled_from([1, 2, 4, 8]), batch=st.integers(1, 64), context=st.integers(1, 300_000))
 def test_what_fits_is_what_the_cache_takes(dcp: int, batch: int, context: int) -> None:
     model = read_v3()
-    plan = make_plan(Deployment(H200X8, model, Setting(tp=8, dcp=dcp, kv_cache_dtype="bf16")), batch, context)
+    plan = make_plan(deployed(model, 8, dcp), batch, context)
     room = H200X8.memory_bytes * (1 - H200X8.workspace_share) - plan.weight_bytes_per_rank
 
     def fits(num_requests: int, seq_len: int) -> bool:

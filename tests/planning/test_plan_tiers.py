@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla.__main__ import main
-from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.integrations.offloading import make_host_memory
 from dcpmla.planning.deployment import Deployment
@@ -19,23 +18,19 @@ from dcpmla.planning.load import TierCosts
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.prefill import PrefillCosts
 from dcpmla.planning.recommend import Plan, make_plan
-from dcpmla.planning.setting import Setting
 from dcpmla.planning.tiers import load_costs, make_tiers, shortest_load
 from dcpmla.planning.weights import ModelSize
 from dcpmla.runtime.costs import TOKEN_COSTS, LoadCosts
 from tests.support.models import FAMILIES, tiny_config
-from tests.support.plan_cases import read_v3, write
+from tests.support.plan_cases import deployed, read_published, read_v3, write
 
 ROW = 61 * 576 * 2  # bytes of a token in DeepSeek-V3's layers, in bfloat16
-CONFIGS = Path(__file__).parent / "configs"
 CPU = torch.device("cpu")
 LAUNCHES_US = 61 * 10
 
 
 def plan_of(model: ModelSize, tp: int = 8, dcp: int = 8, context: int = 4096, num_gpus: int | None = None) -> Plan:
-    return make_plan(
-        Deployment(H200X8, model, Setting(tp=tp, dcp=dcp, kv_cache_dtype="bf16", num_gpus=num_gpus)), 1, context
-    )
+    return make_plan(deployed(model, tp, dcp, num_gpus=num_gpus), 1, context)
 
 
 def costs_of(model: ModelSize, dcp: int, tier: str = "host") -> TierCosts:
@@ -72,11 +67,10 @@ def test_a_load_has_the_bytes_of_the_cache(family: str) -> None:
     assert 0.9 * num_bytes <= loaded <= num_bytes  # pages of small blocks are padded
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek_v4_flash", "kimi_k3", "glm5_next"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v4_flash", "kimi_k3", "glm5_next"])
 def test_host_memory_holds_as_many_tokens_as_the_engine_makes_room_for(name: str) -> None:
     """The engine rounds the bytes of a layer's block up to pages."""
-    path = CONFIGS / f"{name}.json"
-    model = read_model(load_config(path)) if path.exists() else read_v3()
+    model = read_v3() if name == "deepseek_v3" else read_published(name)
     plan = plan_of(model, 8, 8, 1000)
     block = Deployment(H200X8, model, plan).block()
     host = make_tiers(H200X8, model, plan, 1000, 4)[1]
@@ -152,8 +146,10 @@ def test_command_prints_tiers(tmp_path: Path, capfd: pytest.CaptureFixture[str])
         assert f"loading from {source} is faster from {content['loads_from'][name]:,} tokens on" in printed
 
 
-def test_command_without_tiers_prints_none(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_command_without_tiers_and_rate_prints_neither(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config, out = write(tmp_path / "config.json", tiny_config("deepseek_v3").to_dict()), tmp_path / "plan.json"
     assert main(["plan", "--model", config, "-tp", "8", "--context", "200", "--json", str(out)]) == 0
-    assert json.loads(out.read_text())["tiers"] is None
-    assert "tiers of the cache" not in capfd.readouterr().out
+    content, printed = json.loads(out.read_text()), capfd.readouterr().out
+    for name, title in (("tiers", "tiers of the cache"), ("split", "prefill and decode servers")):
+        assert content[name] is None
+        assert title not in printed
