@@ -118,21 +118,6 @@ def test_positions_past_32_bits(dcp_size: int, interleave: int, rounds: int, off
         assert int(owner.global_position(kind(local))) == position
 
 
-@layouts
-@pytest.mark.parametrize("blocks_of_interleave", [1, 2])
-def test_slots_fill_the_blocks_in_order(dcp_size: int, interleave: int, blocks_of_interleave: int) -> None:
-    block_size = interleave * blocks_of_interleave
-    num_tokens = 3 * block_size * dcp_size - interleave - 1
-    blocks = shuffled_blocks(3)
-    expected = deal_slots(num_tokens, blocks, block_size, dcp_size, interleave)
-    positions = torch.arange(num_tokens)
-    for rank in range(dcp_size):
-        table = torch.tensor(blocks, dtype=torch.int32)
-        slots = Owner(rank, dcp_size, interleave).slot_mapping(positions, table, block_size)
-        assert slots.dtype == torch.int64
-        assert slots.tolist() == [slot if owner == rank else -1 for owner, slot in expected]
-
-
 @given(data=st.data())
 def test_ranks_together_hold_each_token_once(data: st.DataObject) -> None:
     """A batch holds several sequences, tokens in any order and padding."""

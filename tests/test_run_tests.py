@@ -65,12 +65,12 @@ def test_files_that_are_not_collected(tmp_path: Path) -> None:
 
 def test_a_fraction_of_the_tests(tmp_path: Path) -> None:
     counts = []
-    for number in (1, 2, 3):
+    for number in (1, 2):
         folder = tmp_path / str(number)
         folder.mkdir()
-        found = report(folder, "--part", f"{number}/3")
+        found = report(folder, "--part", f"{number}/2")
         counts.append(found["passed"] + len(found["failed"]) + sum(found["skipped"].values()))
-    assert counts == [2, 2, 2]
+    assert counts == [3, 3]
 
 
 def found_of(passed: int, failed: list[str], sources: str = "s", names: list[str] | None = None) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from dcpmla.attention.select.projections import hadamard_matrix
 from tests.engines.sparse_model import Selections, rounded_keys
 from tests.engines.vllm_drafts import Module
 from tests.engines.vllm_kimi import convolve_one, delta, initial_states, norm, prefill_delta
+from tests.engines.vllm_v4_model import mix_streams
 from tests.support.models import random_model
 
 TOPK, POOL_SIZE = 32, 4
@@ -253,18 +254,9 @@ def _enter_stream(
     norm_eps: float,
     **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    num = residual.shape[1]
-    mixed = norm(residual.flatten(1), None, rms_eps) @ fn.T
-    pre, post, comb = mixed.split([num, num, num * num], -1)
-    base = hc_base.split([num, num, num * num])
-    pre = (pre * hc_scale[0] + base[0]).sigmoid() + hc_pre_eps
-    post = (post * hc_scale[1] + base[1]).sigmoid() * hc_post_mult_value
-    comb = (comb * hc_scale[2] + base[2]).unflatten(-1, (num, num)).softmax(-1) + hc_sinkhorn_eps
-    comb = comb / (comb.sum(-2, keepdim=True) + hc_sinkhorn_eps)
-    for _index in range(sinkhorn_repeat - 1):
-        comb = comb / (comb.sum(-1, keepdim=True) + hc_sinkhorn_eps)
-        comb = comb / (comb.sum(-2, keepdim=True) + hc_sinkhorn_eps)
-    return post, comb, norm((pre[..., None] * residual).sum(1), norm_weight, norm_eps)
+    epsilons = rms_eps, hc_pre_eps, hc_sinkhorn_eps
+    post, matrix, x = mix_streams(residual, fn, hc_scale, hc_base, *epsilons, hc_post_mult_value, sinkhorn_repeat)
+    return post[..., 0], matrix, norm(x, norm_weight, norm_eps)
 
 
 def _leave_stream(op: Any, x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:

@@ -22,6 +22,13 @@ STUBS = (
     "compressed_tensors,outlines,xgrammar,opentelemetry"
 )
 
+DRAFTS = {
+    "speculative_algorithm": "NEXTN",
+    "speculative_num_steps": 3,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 4,
+}
+
 
 def sglang_variables(site: Path, version: str = VERSION) -> dict[str, str]:
     """Return the environment of a release of SGLang on a CPU; `site` takes what pip would install of plug-ins."""

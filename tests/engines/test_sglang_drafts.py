@@ -11,16 +11,10 @@ import pytest
 import torch
 
 from tests.engines.sglang_cases import CONFIG, NUM_NEW, expected, serve
-from tests.engines.sglang_tree import OLDEST, VERSION, for_sglang, prompts_of
+from tests.engines.sglang_tree import DRAFTS, OLDEST, VERSION, for_sglang, prompts_of
 from tests.engines.vllm_drafts import Module, make_module
 from tests.support.models import random_model
 
-DRAFTS = {
-    "speculative_algorithm": "NEXTN",
-    "speculative_num_steps": 3,
-    "speculative_eagle_topk": 1,
-    "speculative_num_draft_tokens": 4,
-}
 MIXED, MANY = prompts_of(1, 5, 33, 150, 480), prompts_of(*range(2, 14))
 BATCHES = [MIXED, MIXED, MANY]
 

@@ -75,11 +75,16 @@ def test_states_within_prompts_cost_a_sixteenth_of_their_time(name: str, expecte
         assert (16 * added_us < costs.piece_us(size, 0)) == pays
 
 
-def test_plan_prints_what_prompts_that_begin_alike_reuse(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    command = f"plan --model {CONFIGS / 'deepseek_v4_flash.json'} -tp 8 -dcp 2 --batch 2 --context 4096 --json"
+def test_the_command_prints_states_and_what_prompts_that_begin_alike_reuse(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    command = f"plan --model {CONFIGS / 'deepseek_v4_flash.json'} -tp 8 -dcp 2 --batch 8 --context 4096 --json"
     assert main([*command.split(), str(tmp_path / "plan.json")]) == 0
+    printed = capfd.readouterr().out
+    assert "with tp 8; a GB is one of each GPU, besides the states of 16 requests" in printed
+    assert "cache  index cache  dcp  bytes a token  bytes a request  tokens a GB" in printed
     line = "reuse blocks of 512 tokens: the second a power of two blocks of at least 4,096 tokens, others all"
-    assert line in capfd.readouterr().out
+    assert line in printed
     reuse = json.loads((tmp_path / "plan.json").read_text())["prompts"]["reuse"]
     assert reuse == {"block_tokens": 512, "least_state_tokens": 4096}
 
@@ -217,10 +222,3 @@ def test_mistakes_are_one_line(options: list[str], message: str, capfd: pytest.C
     assert message in captured.err
     assert len(captured.err.strip().splitlines()) == 1
     assert captured.out == ""
-
-
-def test_the_command_prints_states(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--model", str(CONFIGS / "deepseek_v4_pro.json"), "-dcp", "1,8", "--batch", "8"]) == 0
-    printed = capfd.readouterr().out
-    assert "with tp 8; a GB is one of each GPU, besides the states of 16 requests" in printed
-    assert "cache  index cache  dcp  bytes a token  bytes a request  tokens a GB" in printed

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,10 @@ def plan_of(model: ModelSize, tp: int = 8, dcp: int = 8, context: int = 4096, nu
     return make_plan(deployed(model, tp, dcp, num_gpus=num_gpus), 1, context)
 
 
-def costs_of(model: ModelSize, dcp: int, tier: str = "host") -> TierCosts:
-    plan = plan_of(model, dcp=dcp)
-    return load_costs(PrefillCosts(Deployment(H200X8, model, plan), 8192))[tier]
+@cache
+def costs_of(dcp: int, tier: str = "host") -> TierCosts:
+    """Return the costs of DeepSeek-V3's loads on 8 ranks."""
+    return load_costs(PrefillCosts(Deployment(H200X8, read_v3(), plan_of(read_v3(), dcp=dcp)), 8192))[tier]
 
 
 @pytest.mark.parametrize("dcp", [1, 2, 8])
@@ -83,10 +85,10 @@ def test_host_memory_holds_as_many_tokens_as_the_engine_makes_room_for(name: str
 
 
 @pytest.mark.parametrize("dcp", [1, 4, 8])
-def test_each_rank_loads_its_part_over_its_own_link(dcp: int, v3: ModelSize) -> None:
+def test_each_rank_loads_its_part_over_its_own_link(dcp: int) -> None:
     """The last block counts whole. Disks are read before the copy to the GPU."""
     num_bytes = -(-100_000 // (64 * dcp)) * 64 * ROW
-    host, disk = (costs_of(v3, dcp, tier) for tier in ("host", "disk"))
+    host, disk = (costs_of(dcp, tier) for tier in ("host", "disk"))
     assert host.load_bytes(100_000) == num_bytes
     assert host.load_us(100_000) == pytest.approx(LAUNCHES_US + num_bytes / 50e3)
     assert disk.load_us(100_000) == pytest.approx(LAUNCHES_US + num_bytes / 50e3 + num_bytes / 5e3)
@@ -94,15 +96,13 @@ def test_each_rank_loads_its_part_over_its_own_link(dcp: int, v3: ModelSize) -> 
 
 @given(dcp=st.sampled_from([1, 8]), num_tokens=st.integers(1, 1 << 20), context=st.integers(0, 1 << 20))
 def test_the_cheaper_way_is_chosen(dcp: int, num_tokens: int, context: int) -> None:
-    model = read_v3()
-    pieces = PrefillCosts(Deployment(H200X8, model, plan_of(model, dcp=dcp)), 8192)
-    costs: LoadCosts = costs_of(model, dcp)
+    pieces, costs = PrefillCosts(deployed(read_v3(), 8, dcp), 8192), costs_of(dcp)
     num_bytes = -(-num_tokens // (64 * dcp)) * 64 * ROW
     is_cheaper = LAUNCHES_US + num_bytes / 50e3 < pieces.piece_us(num_tokens, context)
     assert costs.should_load(num_tokens, context) == is_cheaper
 
 
-def test_a_tiny_model_prefills_what_a_slow_link_would_load(v3: ModelSize) -> None:
+def test_a_tiny_model_prefills_what_a_slow_link_would_load() -> None:
     """Launches of a load take longer than the products of a few tokens. By default, everything is loaded."""
     model = read_model(tiny_config("deepseek_v3"))
     plan = plan_of(model, 1, 1, 128)
@@ -110,18 +110,18 @@ def test_a_tiny_model_prefills_what_a_slow_link_would_load(v3: ModelSize) -> Non
     assert not slow.should_load(64, 0)
     default: LoadCosts = TOKEN_COSTS
     assert default.should_load(1, 0)
-    fast = costs_of(v3, 8)
+    fast = costs_of(8)
     assert fast.should_load(512, 0)
     assert fast.should_load(512, 100_000)
 
 
 def test_the_shortest_load(v3: ModelSize) -> None:
     """Longer contexts are loaded as well, shorter ones are not; from disks it takes more tokens."""
-    host, disk = (shortest_load(costs_of(v3, 1, tier)) for tier in ("host", "disk"))
+    host, disk = (shortest_load(costs_of(1, tier)) for tier in ("host", "disk"))
     assert host is not None
     assert disk is not None
     assert 1 <= host < disk
-    costs = costs_of(v3, 1, "disk")
+    costs = costs_of(1, "disk")
     assert not costs.should_load(disk - 1, 0)
     assert all(costs.should_load(disk * 2**power, 0) for power in range(12))
     plan = plan_of(v3)
