@@ -73,6 +73,20 @@ def expected(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
     return tokens[len(prompt) :], logprobs
 
 
+def check_answers(
+    model: Any, batches: list[list[list[int]]], served: list[list[dict[str, Any]]]
+) -> dict[tuple[int, ...], list[int]]:
+    """Check that SGLang's tokens and logprobs are transformers'; return all tokens of each prompt and its answer."""
+    answers = {}
+    for prompts, requests in zip(batches, served, strict=True):
+        for prompt, request in zip(prompts, requests, strict=True):
+            tokens, logprobs = expected(model, prompt)
+            assert request["tokens"] == tokens
+            torch.testing.assert_close(request["logprobs"], logprobs, atol=1e-4, rtol=0)
+            answers[tuple(prompt)] = prompt + tokens
+    return answers
+
+
 def launch(
     program: str, where: Path, job: dict[str, Any], release: str = VERSION, **variables: str
 ) -> subprocess.CompletedProcess[str]:
