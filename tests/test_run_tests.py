@@ -41,10 +41,10 @@ def report(folder: Path, *options: str) -> dict[str, Any]:
     return run_tests.read_run(folder, 12.34)
 
 
-@pytest.mark.parametrize("workers", [(), ("--numprocesses", "2")], ids=["in one process", "by two workers"])
+@pytest.mark.parametrize("workers", [(), ("--numprocesses", "1")], ids=["in one process", "by a worker"])
 def test_outcomes_are_counted(workers: tuple[str, ...], tmp_path: Path) -> None:
     """Those of tests, and of files that are not collected: one that cannot be imported has failed; one that lacks a
-    package is skipped, with the package's name. One process reports the outcomes of all workers.
+    package is skipped, with the package's name. A worker reports nothing itself.
     """
     (tmp_path / "test_broken.py").write_text("import no_such_package")
     (tmp_path / "test_optional.py").write_text("import pytest\npytest.importorskip('no_package', reason='no package')")

@@ -1,5 +1,6 @@
-"""Triton's interpreter with GPUs' conversions and less repeated work, by functions of it that it has no option for.
-Its conversions (3.9) truncate to bfloat16, round halves up, and lose e4m3's carry into the exponent.
+"""Triton's interpreter with GPUs' conversions and less repeated work. Triton has no option for either, so functions of
+its own are replaced: its conversions (3.9) truncate to bfloat16, round halves up, and lose e4m3's carry into the
+exponent.
 """
 
 from functools import cache
