@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
-from tests.engines.trees import cache, metadata, once, packages, pip
+from tests.engines.trees import cache, once, packages, pip
 from tests.support.launchers import ROOT, python_path
+from tests.support.sources import metadata
 
 OLDEST, VERSION = "0.5.22", "0.5.23"
 CPU = ROOT / "tests" / "engines" / "sglang_cpu"

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from dcpmla.integrations.vllm import CHOSEN_BY_VLLM, END_VERSION, FIRST_VERSION
-from tests.engines.trees import VERSIONS, metadata, vllm_tree
+from tests.engines.trees import VERSIONS, vllm_tree
 from tests.engines.vllm_names import Name, imported, members_of, moved, uncalled
 from tests.support.launchers import ROOT
+from tests.support.sources import metadata
 
 PLUG_IN = ROOT / "dcpmla" / "integrations" / "vllm"
 # Layers of MLA, and the methods that they call. `backend` replaces the first two on each layer, `impl` has the third.

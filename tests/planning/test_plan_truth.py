@@ -79,23 +79,28 @@ def test_every_family(tmp_path: Path) -> None:
     check(directories, 2)
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_quantized_models(tp_size: int, tmp_path: Path) -> None:
-    """Two ranks cut between blocks; four cut through blocks of experts and of queries, and hold these dequantized."""
+@pytest.fixture(scope="module")
+def quantized_models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Save models with quantized weights, the last two of DeepSeek-V4; return their directories."""
     schemes = [("deepseek_v32", "block"), ("longcat_flash", "tensor"), ("deepseek_v3", "compressed_channel")]
     schemes += [("deepseek_v3", "int4"), ("deepseek_v3", "mxfp4"), ("glm4_moe_lite", "int4_all")]
     schemes += [("axk2", "block")] if "axk2" in FAMILIES else []
-    directories = []
-    for family, scheme in [
-        *schemes,
-        *([("deepseek_v4", "published_32"), ("deepseek_v4", "published")] if tp_size < 4 else []),
-    ]:
-        save_wide(family, tmp_path / "wide" / family)
-        directories.append(tmp_path / f"{family}_{scheme}")
-        write_quantized(tmp_path / "wide" / family, directories[-1], scheme)
-    check(directories, tp_size)
+    schemes += [("deepseek_v4", "published_32"), ("deepseek_v4", "published")]
+    folder = tmp_path_factory.mktemp("quantized")
+    for family in {family for family, _ in schemes}:
+        save_wide(family, folder / family)
+    directories = [folder / f"{family}_{scheme}" for family, scheme in schemes]
+    for directory, (family, scheme) in zip(directories, schemes, strict=True):
+        write_quantized(folder / family, directory, scheme)
+    return directories
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_quantized_models(tp_size: int, quantized_models: list[Path]) -> None:
+    """Two ranks cut between blocks; four cut through blocks of experts and of queries, and hold these dequantized."""
+    check(quantized_models[:-2] if tp_size == 4 else quantized_models, tp_size)
     if tp_size == 2:
-        check(directories[-1:], tp_size, "fp8")
+        check(quantized_models[-1:], tp_size, "fp8")
 
 
 def test_routers_in_float32(tmp_path: Path) -> None:
@@ -149,8 +154,8 @@ def test_mistral_large4() -> None:
 
 def test_where_a_config_says_that_experts_are_in_fp4() -> None:
     """DeepSeek-V4's own config does; transformers 5.23 moves the field to quantization_config."""
-    config = load_config(CONFIGS / "deepseek_v4_flash.json")
-    wanted, quantization = read_model(config), dict(config.quantization_config)
+    config, wanted = load_config(CONFIGS / "deepseek_v4_flash.json"), read_v4()
+    quantization = dict(config.quantization_config)
     quantization.pop("expert_dtype", None)
     for own, of_quantization in (("fp4", {}), (None, {"expert_dtype": "fp4"})):
         config.expert_dtype, config.quantization_config = own, quantization | of_quantization

@@ -3,9 +3,11 @@
 import ast
 import re
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import dcpmla
 
@@ -40,6 +42,11 @@ ROOMS = {  # first part of a module's name under dcpmla -> floor
 }
 GROUND_FLOOR = 0  # its files are one room: pure math may use pure math
 CORE = ROOMS["attention"]  # the last floor of the core
+
+
+def metadata() -> dict[str, Any]:
+    """Return what pyproject.toml declares of the package."""
+    return tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
 
 
 def module_name(path: Path) -> str:
