@@ -89,27 +89,6 @@ def test_the_command_prints_states_and_what_prompts_that_begin_alike_reuse(
     assert reuse == {"block_tokens": 512, "least_state_tokens": 4096}
 
 
-def test_ranks_cut_heads_and_groups_and_hold_the_rest_whole() -> None:
-    sizes = {
-        (p.name.split("self_attn.")[1].removesuffix(".weight"), p.shape[0]): p
-        for p in read("flash").parameters
-        if p.part == "attention"
-    }
-    cut = {name for (name, _), p in sizes.items() if p.shard_shape(8) != p.shape}
-    assert cut == {"q_b_proj", "o_a_proj", "o_b_proj", "sinks"}
-    assert sizes["sinks", 64].shard_bytes(8) == 8 * 4
-    assert sizes["o_a_proj", 8192].shard_shape(8) == (1024, 4096)
-    assert sizes["o_b_proj", 4096].shard_shape(8) == (4096, 1024)
-    assert sizes["compressor.indexer.q_b_proj", 8192].shard_bytes(8) == 8192 * 1024 + 64 * 8 * 4
-    assert sizes["compressor.kv_proj", 1024].shard_bytes(8) == 1024 * 4096 * 2  # no fp8: as published
-
-
-def test_experts_in_fp4_have_a_scale_for_32_values() -> None:
-    (down,) = (p for p in read("flash").parameters if p.name.endswith("experts.down_proj"))
-    assert down.shard_bytes(8) == 256 * 4096 * (256 // 2 + 256 // 32)
-    assert down.widened().shard_bytes(8) == 256 * 4096 * 256 * 2
-
-
 @pytest.mark.parametrize("name", ["flash", "pro"])
 def test_sharding_keeps_its_gain(name: str) -> None:
     """Entries and index keys are both sharded, so 8 ranks hold 8 times as much.
