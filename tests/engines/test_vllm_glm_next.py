@@ -9,11 +9,7 @@ import pytest
 
 from tests.engines.glm_next_model import save_glm_next
 from tests.engines.test_vllm_sparse import check, check_sharded_drafts, run_engine
-from tests.engines.trees import VERSIONS, vllm_tree
-from tests.engines.vllm_names import moved
-from tests.support.launchers import ROOT
 
-PLUG_IN = ROOT / "dcpmla" / "integrations" / "vllm" / "pooled"
 # Blocks have 128 tokens on each rank, because a state of linear attention is as large: two ranks reuse 256.
 OPTIONS = {"block_size": 128, "longest": 300}
 
@@ -30,11 +26,6 @@ def check_pools(report: dict[str, Any]) -> None:
     assert report["layers"][:8] == ["Glm5NextLinearAttention", *caches, "DCPMLAPooledImpl"] * 2
     assert report["calls"]["pools begun before"] > 5
     assert report["without tails"] > 0.05, "keys of pools without their first tokens would not be seen"
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_every_name_is_there(version: str) -> None:
-    assert not moved(vllm_tree(version), PLUG_IN)
 
 
 def test_one_rank(model: Path) -> None:

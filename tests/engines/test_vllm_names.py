@@ -20,7 +20,7 @@ CALLED = ("query_gather", "combine", "forward_mqa")
 def test_every_name_is_there(version: str) -> None:
     """The names that the plug-in imports from vLLM, and the methods that it replaces or overrides."""
     tree = vllm_tree(version)
-    lines = moved(tree, PLUG_IN) + moved(tree, PLUG_IN / "sparse")
+    lines = [line for folder in (".", "sparse", "pooled") for line in moved(tree, PLUG_IN / folder)]
     registry = imported(PLUG_IN / "__init__.py")["AttentionBackendEnum"]
     members = members_of(tree, registry)
     lines += [f"{'.'.join(registry)} has no {name}" for name in ("CUSTOM", *CHOSEN_BY_VLLM) if name not in members]
