@@ -81,17 +81,6 @@ def test_layers_that_neither_select_nor_share(fields: dict[str, Any], message: s
     assert str(error.value).endswith("; each of 3 layers has one, full or shared, and the first is full")
 
 
-@pytest.mark.parametrize("interleaved", [True, False, None])
-def test_rope_of_the_indexer_is_the_configs_or_its_familys(interleaved: bool | None) -> None:
-    for family in SPARSE_FAMILIES:
-        config = tiny_config(family)
-        if interleaved is not None:
-            config.indexer_rope_interleave = interleaved
-        indexer = attention_of(config).config.indexer
-        assert indexer is not None
-        assert indexer.rope_interleaved == (family == "glm_moe_dsa" if interleaved is None else interleaved)
-
-
 @pytest.mark.parametrize(
     ("options", "name"),
     [
