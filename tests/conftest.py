@@ -51,7 +51,7 @@ def _part(config: pytest.Config) -> str:
 def _take_gpus(part: str) -> None:
     """Let this worker of several see as many GPUs as a test of the part needs."""
     worker = os.environ.get("PYTEST_XDIST_WORKER")
-    if worker is None or not part:
+    if not worker or not part:
         return
     size, total = _NUM_GPUS[part], torch.cuda.device_count()
     if total > size:
@@ -91,7 +91,7 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 def _report(report: pytest.TestReport | pytest.CollectReport, when: str, seconds: float) -> None:
     """Append an outcome to the file of a run of `launch/run_tests.py`, at once, because a run may not end."""
     path = os.environ.get("DCPMLA_OUTCOMES")
-    if path and "PYTEST_XDIST_WORKER" not in os.environ:
+    if path and not os.environ.get("PYTEST_XDIST_WORKER"):
         if isinstance(report.longrepr, tuple):
             reason = report.longrepr[2].removeprefix("Skipped: ")
         else:  # The end of a traceback, and of a rank's own above it.

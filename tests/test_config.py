@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_get_mscale
 
 from dcpmla.config import MLAConfig
-from dcpmla.fields import divisors
 from dcpmla.integrations.families.family import yarn_mscale
 from dcpmla.integrations.families.table import FAMILIES, attention_of
 from tests.support.models import LARGE4_FAMILIES, MLA_FAMILIES, tiny_config
@@ -55,31 +54,14 @@ def make_module(config: Any) -> Any:
     return module
 
 
-def call(module: Any, hidden: Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Run a module on POSITIONS: what reaches its attention function, and which rotary functions it and its indexer
-    called.
-    """
-    library, rotary, index_rotary, seen = modeling(module.config), [], [], {}
-
-    def spy(name: str) -> Any:
-        original = getattr(library, name)
-
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            (index_rotary if kwargs.get("unsqueeze_dim") == 2 else rotary).append(name)
-            return original(*args, **kwargs)
-
-        return wrapper
-
-    for name in ("apply_rotary_emb", "apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave"):
-        if hasattr(library, name):
-            monkeypatch.setattr(library, name, spy(name))
+def call(module: Any, hidden: Tensor, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Run a module on POSITIONS; return the query and the scaling that reach its attention function."""
+    library, seen = modeling(module.config), {}
 
     def attention(
         _: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **__: Any
     ) -> tuple[Tensor, None]:
-        seen.update(
-            query=query[0].transpose(0, 1), key=key[0].transpose(0, 1), value=value[0].transpose(0, 1), scaling=scaling
-        )
+        seen.update(query=query[0].transpose(0, 1), scaling=scaling)
         return value.transpose(1, 2), None
 
     monkeypatch.setattr(library, "eager_attention_forward", attention)
@@ -90,17 +72,13 @@ def call(module: Any, hidden: Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[
     )
     mask = torch.zeros(1, 1, len(POSITIONS), len(POSITIONS)) if hasattr(module.config, "index_topk") else None
     module(hidden[None], position_embeddings=angles, attention_mask=mask, position_ids=POSITIONS[None])
-    return seen, rotary, index_rotary
+    return seen
 
 
 def query_projection(module: Any, config: MLAConfig) -> Any:
     if config.q_lora_rank is None:
         return module.q_proj
     return module.q_gate_proj if config.query_gates else module.q_b_proj
-
-
-def selecting_layers(config: Any) -> tuple[int, ...]:
-    return tuple(number for number, layer in enumerate(attention_of(config).layers) if layer.has_indexer)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -113,8 +91,11 @@ def test_scale_is_that_of_the_scores(family: str, rope: str, monkeypatch: pytest
     """Whatever a module multiplies into its query and its scores, together it is scale x the Llama 4 factor."""
     hf_config = make_config(family, rope)
     module, config = make_module(hf_config), attention_of(hf_config).config
+    scale = module.scaling * getattr(module, "mla_scale_q_lora", 1.0)
+    assert config.softmax_scale == pytest.approx(scale, rel=1e-12)
+    assert config.kv_lora_scale == pytest.approx(getattr(module, "mla_scale_kv_lora", 1.0), rel=1e-12)
     hidden = torch.randn(len(POSITIONS), config.hidden_size)
-    seen, *_ = call(module, hidden, monkeypatch)
+    seen = call(module, hidden, monkeypatch)
     if config.q_lora_rank is None:
         query = module.q_proj(hidden)
     else:
@@ -133,73 +114,6 @@ def test_scale_is_that_of_the_scores(family: str, rope: str, monkeypatch: pytest
     )
 
 
-@families
-def test_latents_are_normed_and_scaled_as_the_module_does(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    hf_config = make_config(family)
-    module, config = make_module(hf_config), attention_of(hf_config).config
-    hidden = 1e-3 * torch.randn(len(POSITIONS), config.hidden_size)  # small enough to tell the eps of the norm
-    seen, *_ = call(module, hidden, monkeypatch)
-    compressed = module.kv_a_proj_with_mqa(hidden)[:, : config.kv_lora_rank]
-    kv_c = rms_norm(compressed, module.kv_a_layernorm.weight, config.rms_norm_eps) * config.kv_lora_scale
-    kv = module.kv_b_proj(kv_c).unflatten(-1, (config.num_heads, -1))
-    k_nope, v = kv.split([config.qk_nope_head_dim, config.v_head_dim], -1)
-    torch.testing.assert_close(seen["key"][..., : config.qk_nope_head_dim], k_nope, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(seen["value"], v, atol=1e-6, rtol=1e-5)
-    norms = [module.kv_a_layernorm] if config.q_lora_rank is None else [module.kv_a_layernorm, module.q_a_layernorm]
-    assert {norm.variance_epsilon for norm in norms} == {config.rms_norm_eps}
-
-
-@families
-def test_rotary_layout_is_the_one_the_module_calls(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    hf_config = make_config(family)
-    config = attention_of(hf_config).config
-    _, rotary, _ = call(make_module(hf_config), torch.randn(len(POSITIONS), config.hidden_size), monkeypatch)
-    assert len(rotary) == 1
-    assert config.rope_interleaved == (rotary != ["apply_rotary_pos_emb"])
-
-
-@families
-@ropes
-def test_scale_equals_the_modules_attribute(family: str, rope: str) -> None:
-    hf_config = make_config(family, rope)
-    module = make_module(hf_config)
-    scale = module.scaling * getattr(module, "mla_scale_q_lora", 1.0)
-    assert attention_of(hf_config).config.softmax_scale == pytest.approx(scale, rel=1e-12)
-    assert attention_of(hf_config).config.kv_lora_scale == pytest.approx(
-        getattr(module, "mla_scale_kv_lora", 1.0), rel=1e-12
-    )
-
-
-@families
-def test_geometry_is_that_of_the_weights(family: str) -> None:
-    hf_config = make_config(family)
-    module, config = make_module(hf_config), attention_of(hf_config).config
-    q_proj = query_projection(module, config)
-    assert q_proj.out_features == config.num_heads * config.query_width
-    assert q_proj.in_features == (config.q_lora_rank or config.hidden_size) * (1 + config.query_gates)
-    assert module.kv_a_proj_with_mqa.weight.shape == (config.latent_dim, config.hidden_size)
-    assert module.kv_b_proj.weight.shape == (
-        config.num_heads * (config.qk_nope_head_dim + config.v_head_dim),
-        config.kv_lora_rank,
-    )
-    assert module.o_proj.weight.shape == (config.hidden_size, config.num_heads * config.v_head_dim)
-    assert (module.o_proj.bias is not None) == (module.kv_a_proj_with_mqa.bias is not None) == config.attention_bias
-
-
-def test_scale_of_deepseek_v3_as_published() -> None:
-    """192^-0.5 (0.1 ln 40 + 1)^2, from the model card's YaRN factor of 40."""
-    hf_config = make_config("deepseek_v3")
-    hf_config.qk_nope_head_dim, hf_config.qk_rope_head_dim = 128, 64
-    hf_config.rope_parameters = {
-        "rope_type": "yarn",
-        "rope_theta": 1e4,
-        "factor": 40.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    }
-    assert attention_of(hf_config).config.softmax_scale == pytest.approx(0.1352338, abs=1e-7)
-
-
 def test_other_architectures_are_refused() -> None:
     with pytest.raises(ValueError, match="architecture 'llama' is not an MLA model") as error:
         attention_of(transformers.LlamaConfig())
@@ -210,12 +124,6 @@ def test_other_architectures_are_refused() -> None:
 @pytest.mark.parametrize("mscale", [0.707, 1.0, 2.0])
 def test_yarn_mscale(factor: float, mscale: float) -> None:
     assert yarn_mscale(factor, mscale) == pytest.approx(yarn_get_mscale(factor, mscale), rel=1e-12)
-
-
-def test_divisors() -> None:
-    assert divisors(1) == [1]
-    assert divisors(12) == [1, 2, 3, 4, 6, 12]
-    assert divisors(13) == [1, 13]
 
 
 def test_heads_per_rank() -> None:

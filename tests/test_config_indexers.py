@@ -8,44 +8,27 @@ import torch
 import transformers
 
 from dcpmla import DCPConfig
-from dcpmla.indexer_config import IndexerConfig
 from dcpmla.integrations.families.table import attention_of
 from tests.support.models import SPARSE_FAMILIES, tiny_config
-from tests.test_config import POSITIONS, call, make_config, make_module, selecting_layers
+from tests.test_config import make_config, make_module
+
+
+def selecting_layers(config: Any) -> tuple[int, ...]:
+    return tuple(number for number, layer in enumerate(attention_of(config).layers) if layer.has_indexer)
 
 
 @pytest.mark.parametrize("family", SPARSE_FAMILIES)
-def test_indexer_is_that_of_the_module(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_indexer_is_that_of_the_module(family: str) -> None:
     hf_config = make_config(family)
-    module = make_module(hf_config)
-    indexer = module.indexer
-    _, _, rotary = call(module, torch.randn(len(POSITIONS), hf_config.hidden_size), monkeypatch)
-    config = attention_of(hf_config).config
-    assert config.indexer == IndexerConfig(
-        num_heads=indexer.weights_proj.out_features,
-        head_dim=indexer.wk.out_features,
-        topk=indexer.index_topk,
-        rope_interleaved={"apply_rotary_pos_emb": False, "apply_rotary_pos_emb_interleave": True}[rotary[0]],
-    )
-    assert len(rotary) == 1
-    assert indexer.wq_b.weight.shape == (config.indexer.num_heads * config.indexer.head_dim, config.q_lora_rank)
+    indexer, found = make_module(hf_config).indexer, attention_of(hf_config).config.indexer
+    sizes = indexer.weights_proj.out_features, indexer.wk.out_features, indexer.index_topk
+    assert found is not None
+    assert (found.num_heads, found.head_dim, found.topk) == sizes
     with torch.device("meta"):
         model = getattr(transformers, type(hf_config).__name__.replace("Config", "ForCausalLM"))(hf_config)
     has_indexer = [layer.self_attn.indexer is not None for layer in model.model.layers]
     assert selecting_layers(hf_config) == tuple(layer for layer, has in enumerate(has_indexer) if has)
     assert (attention_of(hf_config).num_index_layers, all(has_indexer)) == (2, family != "glm_moe_dsa")
-
-
-@pytest.mark.parametrize("types", [["shared", "full", "full"], ["full", "shared"], []])
-def test_layers_that_reuse_what_none_selects(types: list[str]) -> None:
-    hf_config = tiny_config("glm_moe_dsa")
-    hf_config.indexer_types = types
-    message = (
-        f"model: the config's indexer_types give {types}; each of 3 layers has one, full or shared, and the first is "
-        "full"
-    )
-    with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
-        attention_of(hf_config)
 
 
 @pytest.mark.parametrize("family", SPARSE_FAMILIES)
@@ -85,24 +68,17 @@ def test_which_layers_select(family: str, fields: dict[str, Any], types: str) ->
             "the config's index_topk_pattern give ['shared', 'full', 'full']; each of 3 layers",
         ),
         ({"index_topk_pattern": "FS"}, "the config's index_topk_pattern give ['full', 'shared']; each of 3 layers"),
-        ({"indexer_types": ["full", "half", "full"]}, "the config's indexer_types give ['full', 'half', 'full']; each"),
+        *(
+            ({"indexer_types": types}, f"the config's indexer_types give {types}; each of 3 layers has one, full or ")
+            for types in (["full", "half", "full"], ["shared", "full", "full"], ["full", "shared"])
+        ),
     ],
 )
 def test_layers_that_neither_select_nor_share(fields: dict[str, Any], message: str) -> None:
     config = transformers.DeepseekV32Config(num_hidden_layers=3, **fields)
-    with pytest.raises(ValueError, match="^model: " + re.escape(message)):
+    with pytest.raises(ValueError, match="^model: " + re.escape(message)) as error:
         attention_of(config)
-
-
-@pytest.mark.parametrize("interleaved", [True, False, None])
-def test_rope_of_the_indexer_is_the_configs_or_its_familys(interleaved: bool | None) -> None:
-    for family in SPARSE_FAMILIES:
-        config = tiny_config(family)
-        if interleaved is not None:
-            config.indexer_rope_interleave = interleaved
-        indexer = attention_of(config).config.indexer
-        assert indexer is not None
-        assert indexer.rope_interleaved == (family == "glm_moe_dsa" if interleaved is None else interleaved)
+    assert str(error.value).endswith("; each of 3 layers has one, full or shared, and the first is full")
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,12 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 from importlib.metadata import version
-from typing import Any
 
 from packaging.requirements import Requirement
 
 import dcpmla
-from tests.support.sources import CORE, FILES, PACKAGE, ROOMS, packages_of, room
+from tests.support.sources import CORE, FILES, PACKAGE, ROOMS, metadata, packages_of, room
 
 
 def test_importing_leaves_the_process_as_it_was() -> None:
@@ -55,10 +53,6 @@ print(json.dumps([changed, sorted(name for name in sys.modules if name.startswit
 
 def test_types_are_for_users_too() -> None:
     assert (PACKAGE / "py.typed").is_file()
-
-
-def metadata() -> dict[str, Any]:
-    return tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
 
 
 def test_what_is_imported_is_declared() -> None:

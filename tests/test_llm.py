@@ -13,7 +13,7 @@ from dcpmla import LLM, SamplingParams
 from dcpmla.__main__ import main
 from dcpmla.integrations.arguments import DCP_OPTIONS
 from dcpmla.integrations.engine_options import ENGINE_OPTIONS
-from tests.support.launchers import Command, Ended, run_forked, srun, unattended
+from tests.support.launchers import run_forked, srun, unattended
 from tests.support.models import VOCAB_SIZE
 
 ROOT = Path(__file__).parents[1]
@@ -117,6 +117,7 @@ def test_options_reach_the_engine(model: Path) -> None:
     ("options", "message"),
     [
         ({"kv_cache_dtyp": "fp8"}, "kv_cache_dtyp is no option of LLM; did you mean kv_cache_dtype[?] allowed are"),
+        ({"model": "/no/such"}, "model .* is '/no/such': no such directory"),
         ({"zzz": 1}, "zzz is no option of LLM; allowed are .*block_size.*max_num_seqs.*timeout"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size [(]-tp[)] is 2, but 1 ranks were started"),
         ({"decode_context_parallel_size": 0}, "decode_context_parallel_size [(]-dcp[)] is 0"),
@@ -140,15 +141,10 @@ def test_options_reach_the_engine(model: Path) -> None:
         ({"kv_cache_dtype": "fp9"}, "kv_cache_dtype .* is 'fp9'"),
     ],
 )
-def test_mistakes(options: dict[str, object], message: str) -> None:
+def test_mistakes(options: dict[str, object], message: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match=message):
-        LLM(str(NEEDLE), **{**SMALL, **options})
+        LLM(**{"model": str(NEEDLE), **SMALL, **options})
     assert not dist.is_initialized()  # the next try may succeed
-
-
-def test_no_such_model(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="model .* is '/no/such': no such directory"):
-        LLM("/no/such", device="cpu")
     assert capfd.readouterr().err == ""  # in one process exceptions are the caller's
 
 
@@ -189,7 +185,7 @@ def test_its_options_are_those_of_generate() -> None:
     of_requests = {"command", "run", "prompts", "prompt_file", "output_file", "json", "logits"}
     of_requests |= {"max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids"}
     allowed = {"model", "max_model_len", "revision", "device", "timeout", *DCP_OPTIONS, *ENGINE_OPTIONS}
-    assert allowed == set(args) - of_requests
+    assert allowed | of_requests == set(args)
 
 
 SCRIPT = f"""
@@ -219,19 +215,14 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def run(commands: list[Command], check: bool = True) -> list[Ended]:
-    return run_forked(commands, check=check)
-
-
 PROMPTS = [[1, 9], random.Random(0).choices(range(1, VOCAB_SIZE - 1), k=40)]
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
 def test_ranks_give_what_one_process_gives(launcher: str, model: Path, script: Path) -> None:
     program = [script, model, json.dumps(PROMPTS), "", ""]
-    ends = run(
-        unattended(program, 2) if launcher == "torchrun" else srun(program, [2], "localhost", MASTER_PORT="29713")
-    )
+    is_torchrun = launcher == "torchrun"
+    ends = run_forked(unattended(program, 2) if is_torchrun else srun(program, [2], "localhost", MASTER_PORT="29713"))
     outputs = [json.loads(end.stdout.splitlines()[0]) for end in ends]
     assert outputs[0] == outputs[1]
     with LLM(str(model), **SMALL) as llm:
@@ -242,31 +233,37 @@ def test_ranks_give_what_one_process_gives(launcher: str, model: Path, script: P
     assert ["generate: 100%" in end.stderr for end in ends] == [True, False]
 
 
-def test_ranks_with_different_prompts(model: Path, script: Path) -> None:
-    ends = run(
-        unattended([script, model, json.dumps(PROMPTS), "llm.generate([1])", "llm.generate([2])"], 2), check=False
-    )
+@pytest.mark.parametrize(
+    ("calls", "line", "codes"),
+    [
+        (
+            ("llm.generate([1])", "llm.generate([2])"),
+            "prompts and sampling_params (a hash of them) differs between ranks: ",
+            {1, 2},  # for who says it, it is a mistake
+        ),
+        (
+            ("raise KeyError('mine')", "llm.generate([1])"),
+            "rank 1 failed (KeyError: 'mine') in the program that calls LLM",
+            {1},
+        ),
+    ],
+    ids=["different prompts", "between two calls, in the caller's code"],
+)
+def test_a_rank_that_fails_ends_all(
+    calls: tuple[str, str], line: str, codes: set[int], model: Path, script: Path
+) -> None:
+    """Rank 1 makes the first of the calls, while rank 0 makes the other."""
+    ends = run_forked(unattended([script, model, json.dumps(PROMPTS), *calls], 2), check=False)
     said = "".join(end.stderr for end in ends)
-    assert said.count("dcpmla: error: prompts and sampling_params (a hash of them) differs between ranks: ") == 1
-    assert all(end.returncode for end in ends)
-
-
-def test_a_rank_that_fails_ends_all(model: Path, script: Path) -> None:
-    """Also between two calls, in the caller's code, while another rank waits for it."""
-    ends = run(
-        unattended([script, model, json.dumps(PROMPTS), "raise KeyError('mine')", "llm.generate([1])"], 2), check=False
-    )
-    said = "".join(end.stderr for end in ends)
-    assert [end.returncode for end in ends] == [1, 1]
+    assert {end.returncode for end in ends} <= codes
     assert said.count("dcpmla: error: ") == 1
-    assert "dcpmla: error: rank 1 failed (KeyError: 'mine') in the program that calls LLM" in said
+    assert f"dcpmla: error: {line}" in said
 
 
 def test_a_slow_caller_is_waited_for(model: Path, script: Path) -> None:
     """A rank that computes something of its own is not lost, however long it takes: here longer than its timeout."""
     text = script.read_text().replace("timeout=20", "timeout=2")
     script.write_text(text)
-    ends = run(
-        unattended([script, model, json.dumps(PROMPTS), "time.sleep(7); llm.generate([1])", "llm.generate([1])"], 2)
-    )
+    calls = "time.sleep(7); llm.generate([1])", "llm.generate([1])"
+    ends = run_forked(unattended([script, model, json.dumps(PROMPTS), *calls], 2))
     assert [end.stdout.splitlines()[-1] for end in ends] == ["done", "done"]

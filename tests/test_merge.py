@@ -117,22 +117,6 @@ def test_emptiness_is_per_row_and_head() -> None:
         assert merged_lse[token, head].item() == pytest.approx(math.log(sum(weights)) if there else -math.inf, abs=1e-6)
 
 
-@given(num_keys=st.integers(3, 16), seed=st.integers(0, 10**6), data=st.data())
-def test_order_and_grouping_do_not_matter(num_keys: int, seed: int, data: st.DataObject) -> None:
-    parts = data.draw(st.lists(st.integers(0, 4), min_size=num_keys, max_size=num_keys))
-    split = data.draw(st.integers(1, 4))
-    order = data.draw(st.permutations(range(5)))
-    out, lse = cut(*problem(num_keys, seed), parts, 5, math.nan, torch.float32)
-    merged, merged_lse = merge_partials(out, lse)
-    groups = [merge_partials(out[group], lse[group]) for group in (slice(0, split), slice(split, 5))]
-    for other, other_lse in (
-        merge_partials(out[list(order)], lse[list(order)]),
-        merge_partials(torch.stack([out for out, _ in groups]), torch.stack([lse for _, lse in groups])),
-    ):
-        torch.testing.assert_close(other, merged, atol=1e-5, rtol=0)
-        torch.testing.assert_close(other_lse, merged_lse, atol=1e-5, rtol=1e-6)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_one_part_is_the_identity(dtype: torch.dtype) -> None:
     out, lse = (

@@ -10,7 +10,17 @@ import pytest
 
 from dcpmla.bench.results import unknown_fields
 from tests.support.launchers import ROOT
-from tests.support.sources import CORE_MODULES, FILES, PACKAGE, ROOMS, module_name, nodes_of
+from tests.support.sources import (
+    CORE_MODULES,
+    FILES,
+    PACKAGE,
+    ROOMS,
+    module_name,
+    nodes_of,
+    quoted,
+    room,
+    section_of_rooms,
+)
 
 PAGES = "structure.md", "kernels.md", "benchmarks.md"
 SCRIPTS = sorted((ROOT / "benchmarks").rglob("*.py"))
@@ -22,11 +32,6 @@ OPTION = r"(?<![\w-])--?[a-z][\w-]*"
 def read_page(name: str) -> str:
     """Return a page without its blocks of code."""
     return re.sub(r"^```.*?^```$", "", (ROOT / "docs" / name).read_text(), flags=re.DOTALL | re.MULTILINE)
-
-
-def quoted(text: str) -> list[str]:
-    """Return what a page writes in backticks, each on one line."""
-    return [" ".join(found.split()) for found in re.findall(r"`([^`]+)`", text)]
 
 
 @cache
@@ -160,11 +165,8 @@ def test_names_that_are_not_there_are_found() -> None:
 
 def test_the_rooms_are_those_of_the_package() -> None:
     """One table has all rooms with their floors, another the folders of the core that have no line of a room."""
-    section = read_page("structure.md").partition("## Floors and rooms\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| (\d) \| ([^|]+) \|", section, re.MULTILINE)
-    floors = {re.sub(r"\.py$|/$", "", name): int(floor) for floor, names in rows for name in quoted(names)}
-    assert floors == ROOMS
+    assert ROOMS.keys() == {room(module) for module in FILES if module != "dcpmla"}
     folders = {FILES[module].parent for module in CORE_MODULES if FILES[module].name != "__init__.py"}
     paths = {folder.relative_to(PACKAGE).as_posix().removesuffix("kernels").rstrip("/") for folder in folders}
-    listed = {name.rstrip("/") for name in quoted(section)}
+    listed = {name.rstrip("/") for name in quoted(section_of_rooms())}
     assert not paths - listed - {"."}

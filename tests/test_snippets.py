@@ -1,12 +1,12 @@
 """The Python of README and docs, and the examples: they run, as they stand, from the repository's root."""
 
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
 
 from tests.support.launchers import run_forked, unattended
+from tests.support.sources import metadata
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "needle" / "README.md"]
@@ -104,7 +104,7 @@ def test_the_page_links_the_layers_examples() -> None:
 
 def test_what_pip_installs_is_declared() -> None:
     """The extras that pages name, of the package or of a checkout, are pyproject.toml's."""
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = metadata()
     found = re.findall(r"pip install '([\w.]+)\[([\w,]+)\]'", "".join(page.read_text() for page in PAGES))
     assert {package for package, _ in found} == {".", declared["name"]}
     extras = {extra for _, extras in found for extra in extras.split(",")}

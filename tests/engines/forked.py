@@ -1,13 +1,15 @@
 """Ranks of vLLM on CPUs that fork from a process which has imported it: the import takes 17 of a rank's seconds."""
 
+import json
 import multiprocessing
 import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from tests.engines.trees import vllm_variables
+from tests.engines.trees import VERSIONS, vllm_tree, vllm_variables
 from tests.support import ranks
 from tests.support.launchers import ROOT, Ended, run_forked, unattended
 
@@ -34,6 +36,17 @@ def run_engine_ranks(tree: Path, program: str, num_ranks: int, *arguments: objec
     commands = [(argv, {**shared, **own, **variables}) for argv, own in commands]
     first, *_ = _server(tree).submit(run_forked, commands, timeout=500).result()
     return first
+
+
+def report_of(
+    program: str, num_ranks: int, model: Path, options: dict[str, Any], tree: Path | None = None, **variables: str
+) -> tuple[Any, str]:
+    """Run a program with a model and options (`run_engine_ranks`), in the last version of vLLM or that of a tree;
+    return the line of JSON that it printed last, and its stderr.
+    """
+    tree = tree or vllm_tree(VERSIONS[-1])
+    ended = run_engine_ranks(tree, program, num_ranks, model, json.dumps(options), **variables)
+    return json.loads(ended.stdout.splitlines()[-1]), ended.stderr
 
 
 @cache

@@ -21,7 +21,8 @@ from transformers.models.glm5_next import modeling_glm5_next as glm5_next
 from dcpmla.attention.select.projections import hadamard_matrix
 from tests.engines.sparse_model import Selections, rounded_keys
 from tests.engines.vllm_drafts import Module
-from tests.engines.vllm_kimi import convolve_one, delta, initial_states, norm
+from tests.engines.vllm_kimi import convolve_one, delta, initial_states, norm, prefill_delta
+from tests.engines.vllm_v4_model import mix_streams
 from tests.support.models import random_model
 
 TOPK, POOL_SIZE = 32, 4
@@ -84,9 +85,7 @@ def save_glm_next(directory: Path) -> Path:
     generator = torch.Generator().manual_seed(1)
     own = {name: torch.rand(128, generator=generator) + 0.5 for name in ("enorm", "hnorm", "shared_head.norm")}
     own |= {"eh_proj": torch.randn(128, 256, generator=generator) * 0.1}
-    own |= {
-        "embed_tokens": kept["model.embed_tokens.weight"].clone(),
-    }
+    own["embed_tokens"] = kept["model.embed_tokens.weight"].clone()
     kept |= {f"{MODULE}.{name}.weight": tensor for name, tensor in own.items()}
     save_file(kept, file, metadata={"format": "pt"})
     fields = json.loads((directory / "config.json").read_text())["text_config"]
@@ -220,7 +219,7 @@ def replace_kernels() -> None:
     _write_states.register_warmup = lambda **_: None
     kda.scatter_states = _write_states
     kda.causal_conv1d_update = _convolve
-    kda.chunk_kda_with_fused_gate = _prefill_delta
+    kda.chunk_kda_with_fused_gate = prefill_delta
     kda.fused_recurrent_kda = _decode_delta
     mla.fused_q_kv_rmsnorm = lambda q, kv, w_q, w_kv, eps: (norm(q, w_q, eps), norm(kv, w_kv, eps))
     mhc.MHCPreOp.forward = _enter_stream
@@ -255,18 +254,9 @@ def _enter_stream(
     norm_eps: float,
     **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    num = residual.shape[1]
-    mixed = norm(residual.flatten(1), None, rms_eps) @ fn.T
-    pre, post, comb = mixed.split([num, num, num * num], -1)
-    base = hc_base.split([num, num, num * num])
-    pre = (pre * hc_scale[0] + base[0]).sigmoid() + hc_pre_eps
-    post = (post * hc_scale[1] + base[1]).sigmoid() * hc_post_mult_value
-    comb = (comb * hc_scale[2] + base[2]).unflatten(-1, (num, num)).softmax(-1) + hc_sinkhorn_eps
-    comb = comb / (comb.sum(-2, keepdim=True) + hc_sinkhorn_eps)
-    for _index in range(sinkhorn_repeat - 1):
-        comb = comb / (comb.sum(-1, keepdim=True) + hc_sinkhorn_eps)
-        comb = comb / (comb.sum(-2, keepdim=True) + hc_sinkhorn_eps)
-    return post, comb, norm((pre[..., None] * residual).sum(1), norm_weight, norm_eps)
+    epsilons = rms_eps, hc_pre_eps, hc_sinkhorn_eps
+    post, matrix, x = mix_streams(residual, fn, hc_scale, hc_base, *epsilons, hc_post_mult_value, sinkhorn_repeat)
+    return post[..., 0], matrix, norm(x, norm_weight, norm_eps)
 
 
 def _leave_stream(op: Any, x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -301,30 +291,6 @@ def _convolve(
         out[ends[row] : ends[row + 1]] = F.silu((tokens.unfold(1, width, 1) * weight[:, None]).sum(-1)).T
         conv_state[slot, :, : tokens.shape[1] - 1] = tokens[:, 1:]
     return out
-
-
-def _prefill_delta(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    raw_g: Tensor,
-    beta: Tensor,
-    A_log: Tensor,
-    g_bias: Tensor,
-    *,
-    lower_bound: float,
-    initial_state: Tensor,
-    cu_seqlens: Tensor,
-    **_: Any,
-) -> tuple[Tensor, Tensor]:
-    options = {"bias": g_bias, "A_log": A_log, "lower_bound": lower_bound}
-    state, out, ends = initial_state.clone(), torch.zeros_like(v), cu_seqlens.tolist()
-    for row, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
-        if end > start:
-            tokens = slice(start, end)
-            qkv = [part[0, tokens] for part in (q, k, v)]
-            out[0, tokens] = delta(qkv, raw_g[0, tokens], beta[0, tokens], state[row], options)
-    return out, state
 
 
 def _decode_delta(

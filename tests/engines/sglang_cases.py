@@ -73,6 +73,32 @@ def expected(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
     return tokens[len(prompt) :], logprobs
 
 
+def check_answers(
+    model: Any, batches: list[list[list[int]]], served: list[list[dict[str, Any]]]
+) -> dict[tuple[int, ...], list[int]]:
+    """Check that SGLang's tokens and logprobs are transformers'; return all tokens of each prompt and its answer."""
+    answers = {}
+    for prompts, requests in zip(batches, served, strict=True):
+        for prompt, request in zip(prompts, requests, strict=True):
+            tokens, logprobs = expected(model, prompt)
+            assert request["tokens"] == tokens
+            torch.testing.assert_close(request["logprobs"], logprobs, atol=1e-4, rtol=0)
+            answers[tuple(prompt)] = prompt + tokens
+    return answers
+
+
+def launch(
+    program: str, where: Path, job: dict[str, Any], release: str = VERSION, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a program of `sglang_cpu` on a job; its result is in `result.json`, and calls of our functions in `calls`."""
+    job_file, result, calls = (where / name for name in ("job.json", "result.json", "calls"))
+    calls.touch()
+    job_file.write_text(json.dumps(job))
+    env = environment() | sglang_variables(where / "site", release) | {"SGLANG_TEST_CALLS": str(calls)} | variables
+    command = [sys.executable, str(CPU / program), str(job_file), str(result)]
+    return subprocess.run(command, env=env, cwd=where, capture_output=True, text=True, timeout=500, check=False)
+
+
 def serve(
     directory: Path,
     where: Path,
@@ -84,18 +110,12 @@ def serve(
     """Return what SGLang generates for batches of prompts, and how often our functions were called on a rank for them,
     and before.
     """
-    site, calls, job, result = (where / name for name in ("site", "calls", "job.json", "result.json"))
-    calls.touch()
-    engine = ENGINE | {"model_path": str(directory)} | options
-    job.write_text(json.dumps({"engine": engine, "batches": batches, "max_new_tokens": NUM_NEW}))
-    env = environment() | sglang_variables(site, release) | {"SGLANG_TEST_CALLS": str(calls)}
-    command = [sys.executable, str(CPU / "serve.py"), str(job), str(result)]
-    done = subprocess.run(
-        command, env=env | variables, cwd=where, capture_output=True, text=True, timeout=500, check=False
-    )
+    engine, result = ENGINE | {"model_path": str(directory)} | options, where / "result.json"
+    job = {"engine": engine, "batches": batches, "max_new_tokens": NUM_NEW}
+    done = launch("serve.py", where, job, release, **variables)
     assert result.is_file(), done.stdout[-2000:] + done.stderr[-6000:]
     before, after = (
         Counter({name: number // 2 for name, number in Counter(part.split()).items()})
-        for part in calls.read_text().split("started")
+        for part in (where / "calls").read_text().split("started")
     )
     return json.loads(result.read_text()), after, before

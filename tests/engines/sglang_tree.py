@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
-from tests.engines.trees import cache, metadata, once, packages, pip
+from tests.engines.trees import cache, once, packages, pip
 from tests.support.launchers import ROOT, python_path
+from tests.support.sources import metadata
 
 OLDEST, VERSION = "0.5.22", "0.5.23"
 CPU = ROOT / "tests" / "engines" / "sglang_cpu"
@@ -21,6 +22,13 @@ STUBS = (
     "torchvision,torchaudio,sgl_kernel,tvm_ffi,datasets,IPython,gguf,soundfile,sentencepiece,tiktoken,"
     "compressed_tensors,outlines,xgrammar,opentelemetry"
 )
+
+DRAFTS = {
+    "speculative_algorithm": "NEXTN",
+    "speculative_num_steps": 3,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 4,
+}
 
 
 def sglang_variables(site: Path, version: str = VERSION) -> dict[str, str]:

@@ -13,7 +13,7 @@ from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as deepseek_v32
 
 from dcpmla.attention.select.selector import TokenSelector
-from tests.engines.conftest import ROPE
+from tests.engines.conftest import save_random, small_fields
 from tests.engines.vllm_drafts import make_module
 
 TOPK = 32
@@ -23,38 +23,9 @@ def save_sparse_model(
     directory: Path, num_heads: int = 8, head_dim: int = 32, num_layers: int = 2, topk: int = TOPK
 ) -> Path:
     """Save a model of dense layers whose tokens select at most topk; return its directory."""
-    torch.manual_seed(0)
-    config = DeepseekV32Config(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=192,
-        num_hidden_layers=num_layers,
-        first_k_dense_replace=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads,
-        q_lora_rank=96,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=head_dim,
-        v_head_dim=head_dim,
-        index_n_heads=num_heads // 4,
-        index_head_dim=128,
-        index_topk=topk,
-        n_routed_experts=8,
-        moe_intermediate_size=64,
-        max_position_embeddings=4096,
-        bos_token_id=0,
-        eos_token_id=1,
-        rope_parameters=ROPE,
-        topk_method="noaux_tc",
-        scoring_func="sigmoid",
-    )
-    model = DeepseekV32ForCausalLM(config)
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.1)
-    model.float().save_pretrained(directory)
-    return directory
+    fields = small_fields(num_heads, head_dim, num_layers, num_dense=num_layers)
+    indexer = {"index_n_heads": num_heads // 4, "index_head_dim": 128, "index_topk": topk}
+    return save_random(DeepseekV32ForCausalLM, DeepseekV32Config(**fields, **indexer), directory)
 
 
 def save_sparse_model_with_module(directory: Path) -> Path:

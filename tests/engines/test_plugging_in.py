@@ -11,8 +11,7 @@ import pytest
 
 from dcpmla.integrations import sglang, vllm
 from tests.engines.sglang_tree import sglang_variables
-from tests.engines.test_vllm_names import VERSIONS
-from tests.engines.trees import vllm_tree, vllm_variables
+from tests.engines.trees import VERSIONS, vllm_tree, vllm_variables
 from tests.support.launchers import ROOT, run_together
 
 PAGE = (ROOT / "docs" / "plugging_in.md").read_text()

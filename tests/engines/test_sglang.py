@@ -1,8 +1,5 @@
 """SGLang's own engine over our backend, TP 2 x DCP 2 on CPUs: transformers' tokens and logprobs."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +8,8 @@ import torch
 
 from dcpmla.integrations.sglang.metadata import MAX_ABSORBED
 from tests.engines.rounded import logprobs_over_rounded_latents
-from tests.engines.sglang_cases import CHUNK, CONFIG, ENGINE, NUM_NEW, expected, serve
-from tests.engines.sglang_tree import CPU, for_sglang, prompts_of, sglang_variables
-from tests.support.launchers import environment
+from tests.engines.sglang_cases import CHUNK, CONFIG, ENGINE, NUM_NEW, check_answers, expected, launch, serve
+from tests.engines.sglang_tree import for_sglang, prompts_of
 from tests.support.models import random_model
 
 # Pieces of prompts, what is cached of a prompt, many at once; the second batch finds the first one's prefixes.
@@ -33,11 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 def test_what_transformers_generates(model: tuple[Path, Any], tmp_path: Path) -> None:
     """Prompts in pieces, few of which are long enough for a prefill, prefixes from the cache, and a request aborted."""
     served, calls, warm_up = serve(model[0], tmp_path, BATCHES, {"page_size": 16})
-    for prompts, requests in zip(BATCHES, served, strict=True):
-        for prompt, request in zip(prompts, requests, strict=True):
-            tokens, logprobs = expected(model[1], prompt)
-            assert request["tokens"] == tokens
-            torch.testing.assert_close(request["logprobs"], logprobs, atol=1e-4, rtol=0)
+    check_answers(model[1], BATCHES, served)
     cached = [request["cached"] for request in served[1]]
     assert cached[-1] >= 448 > cached[0]  # the second time, from the cache of both ranks
     assert calls["dcp_mla_decode"] == calls["gather_heads"] == calls["combine"] >= 2 * 3 * (NUM_NEW - 1)
@@ -77,20 +69,8 @@ def test_no_token_of_a_failed_step_leaves(model: tuple[Path, Any], tmp_path: Pat
     """The prompt makes the first token, four decode steps the next ones. In the fourth an exchange of the last rank
     fails, whose tokens SGLang does not take.
     """
-    job, site = tmp_path / "job.json", tmp_path / "site"
-    job.write_text(json.dumps({"engine": ENGINE | {"model_path": str(model[0])}}))
-    (tmp_path / "calls").touch()
-    env = environment() | sglang_variables(site) | {"SGLANG_TEST_CALLS": str(tmp_path / "calls")}
-    env["SGLANG_TEST_FAULT"] = f"4 {(412 << 32) | 1}"
-    done = subprocess.run(
-        [sys.executable, str(CPU / "stream.py"), str(job)],
-        env=env,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    engine = ENGINE | {"model_path": str(model[0])}
+    done = launch("stream.py", tmp_path, {"engine": engine}, SGLANG_TEST_FAULT=f"4 {(412 << 32) | 1}")
     line = "combine failed on rank 1 of the group [0, 1]: nothing came from rank 0 for 60 s, in exchange 412"
     assert f"PeerFault: {line}" in done.stderr, done.stderr[-4000:]
     assert done.returncode != 0

@@ -10,17 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines.sglang_cases import CONFIG, NUM_NEW, expected, serve
-from tests.engines.sglang_tree import OLDEST, VERSION, for_sglang, prompts_of
+from tests.engines.sglang_cases import CONFIG, NUM_NEW, check_answers, serve
+from tests.engines.sglang_tree import DRAFTS, OLDEST, VERSION, for_sglang, prompts_of
 from tests.engines.vllm_drafts import Module, make_module
 from tests.support.models import random_model
 
-DRAFTS = {
-    "speculative_algorithm": "NEXTN",
-    "speculative_num_steps": 3,
-    "speculative_eagle_topk": 1,
-    "speculative_num_draft_tokens": 4,
-}
 MIXED, MANY = prompts_of(1, 5, 33, 150, 480), prompts_of(*range(2, 14))
 BATCHES = [MIXED, MIXED, MANY]
 
@@ -55,13 +49,7 @@ def test_drafts(directory: Path, tmp_path: Path, release: str, options: dict[str
     variables = {"SGLANG_TEST_DRAFTS": str(record)}
     served, calls, _ = serve(directory, tmp_path, BATCHES, DRAFTS | options, release, **variables)
     module = Module(str(directory), masks_first=False)
-    after: dict[tuple[int, ...], list[int]] = {}
-    for prompts, requests in zip(BATCHES, served, strict=True):
-        for prompt, request in zip(prompts, requests, strict=True):
-            tokens, logprobs = expected(module.base, prompt)
-            assert request["tokens"] == tokens
-            torch.testing.assert_close(request["logprobs"], logprobs, atol=1e-4, rtol=0)
-            after[tuple(prompt)] = prompt + tokens
+    after = check_answers(module.base, BATCHES, served)
     assert served[1][-1]["cached"] >= 448 > served[0][-1]["cached"]
     steps = [request["steps"] for requests in served for request in requests]
     assert sum(steps) < 0.9 * len(steps) * (NUM_NEW - 1)  # the first token needs no step; drafts are right

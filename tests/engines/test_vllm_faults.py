@@ -1,13 +1,10 @@
 """vLLM's real engine on CPUs, after an exchange of one rank has failed in the middle of a step."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.engines.forked import run_engine_ranks
-from tests.engines.test_vllm_names import VERSIONS
-from tests.engines.trees import vllm_tree
+from tests.engines.forked import report_of
 
 LINE = "combine failed on rank {rank} of the group {group}: nothing came from rank {peer} for 60 s, in exchange 412"
 
@@ -27,9 +24,8 @@ def test_no_token_of_a_failed_step_leaves(
     """All ranks, the first one too, whose own exchange is sound, raise what the last one's kernel found."""
     variables = {"DCPMLA_VLLM": "default", "VLLM_USE_V2_MODEL_RUNNER": str(runner - 1)}
     options = {"decode_context_parallel_size": 2, "block_size": 16, "asynchronous": is_asynchronous}
-    tree = vllm_tree(VERSIONS[-1])
-    ended = run_engine_ranks(tree, "vllm_faults.py", num_ranks, model, json.dumps(options), **variables)
-    for report in json.loads(ended.stdout.splitlines()[-1]):
+    reports, _ = report_of("vllm_faults.py", num_ranks, model, options, **variables)
+    for report in reports:
         assert (report["runner"], report["asynchronous"]) == (runner, is_asynchronous)
         assert report["error"] == line
         assert report["tokens"] == 4, "the step before the fault makes the fourth token; the prompt takes one step"

@@ -9,8 +9,7 @@ import pytest
 
 from tests.engines.conftest import save_model
 from tests.engines.test_vllm_gpu import EAGER, GRAPHS, VARIABLES
-from tests.engines.test_vllm_names import VERSIONS
-from tests.engines.trees import vllm_tree, vllm_variables
+from tests.engines.trees import VERSIONS, vllm_tree, vllm_variables
 from tests.support.launchers import ROOT, Ended, run_together, torchrun
 
 INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}

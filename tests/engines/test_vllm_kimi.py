@@ -1,11 +1,8 @@
 """Kimi-K3 inside vLLM, on CPUs: its MLA layers have a class of their own, next to linear attention."""
 
-import json
 from pathlib import Path
 
-from tests.engines.forked import run_engine_ranks
-from tests.engines.test_vllm_names import VERSIONS
-from tests.engines.trees import vllm_tree
+from tests.engines.forked import report_of
 from tests.engines.vllm_kimi import save_text_model
 
 
@@ -17,9 +14,7 @@ def test_decodes_and_exchanges_are_this_packages(tmp_path: Path) -> None:
     model = save_text_model(tmp_path / "model")
     variables = {"DCPMLA_VLLM": "default", "VLLM_KIMI_K3_GEMM_AR": "0"}
     layout = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 4}
-    tree = vllm_tree(VERSIONS[-1])
-    ended = run_engine_ranks(tree, "vllm_kimi_cases.py", 2, model, json.dumps(layout), **variables)
-    report = json.loads(ended.stdout.splitlines()[-1])
+    report, _ = report_of("vllm_kimi_cases.py", 2, model, layout, **variables)
     linear, dense = ["KimiK3DeltaAttention", "NoneType"], ["MultiHeadLatentAttention", "DCPMLAImpl"]
     assert report["layers"] == [linear, dense, linear, dense]
     for turn, lost in (("first", 0), ("aborted", 1)):

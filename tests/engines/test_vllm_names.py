@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from dcpmla.integrations.vllm import CHOSEN_BY_VLLM, END_VERSION, FIRST_VERSION
-from tests.engines.trees import metadata, vllm_tree
+from tests.engines.trees import VERSIONS, vllm_tree
 from tests.engines.vllm_names import Name, imported, members_of, moved, uncalled
 from tests.support.launchers import ROOT
+from tests.support.sources import metadata
 
 PLUG_IN = ROOT / "dcpmla" / "integrations" / "vllm"
-VERSIONS = ("0.32.0", "0.33.0")  # The engine runs with the last.
 # Layers of MLA, and the methods that they call. `backend` replaces the first two on each layer, `impl` has the third.
 LAYERS = ("vllm.model_executor.layers.attention.mla_attention", "vllm.models.kimi_k3.nvidia.mla")
 CALLED = ("query_gather", "combine", "forward_mqa")
@@ -20,7 +20,7 @@ CALLED = ("query_gather", "combine", "forward_mqa")
 def test_every_name_is_there(version: str) -> None:
     """The names that the plug-in imports from vLLM, and the methods that it replaces or overrides."""
     tree = vllm_tree(version)
-    lines = moved(tree, PLUG_IN) + moved(tree, PLUG_IN / "sparse")
+    lines = [line for folder in (".", "sparse", "pooled") for line in moved(tree, PLUG_IN / folder)]
     registry = imported(PLUG_IN / "__init__.py")["AttentionBackendEnum"]
     members = members_of(tree, registry)
     lines += [f"{'.'.join(registry)} has no {name}" for name in ("CUSTOM", *CHOSEN_BY_VLLM) if name not in members]

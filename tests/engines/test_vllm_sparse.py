@@ -1,14 +1,12 @@
 """Sparse MLA in vLLM with this package's selection and attention: its real engine on CPUs, its own model of GPUs."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engines.forked import run_engine_ranks
+from tests.engines.forked import report_of
 from tests.engines.sparse_model import save_sparse_model, save_sparse_model_with_module
-from tests.engines.trees import vllm_tree
 
 
 @pytest.fixture(scope="module")
@@ -19,9 +17,8 @@ def sparse_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_engine(model: Path, num_ranks: int, **options: Any) -> dict[str, Any]:
     """Run `vllm_sparse.py` and return its report."""
     options = {"block_size": 16, "threshold": 32, "longest": 150} | options
-    arguments = "vllm_sparse.py", num_ranks, model, json.dumps(options)
-    ended = run_engine_ranks(vllm_tree("0.33.0"), *arguments, DCPMLA_VLLM="default")
-    return json.loads(ended.stdout.splitlines()[-1])
+    report, _ = report_of("vllm_sparse.py", num_ranks, model, options, DCPMLA_VLLM="default")
+    return report
 
 
 def check(report: dict[str, Any]) -> None:
@@ -42,22 +39,10 @@ def check(report: dict[str, Any]) -> None:
     assert report["warm-up"]["exchanges of builders"] == 0
 
 
-def test_one_rank(sparse_model: Path) -> None:
-    """Long prefills attend to up-projected keys under a mask."""
-    report = run_engine(sparse_model, 1, route="mha")
-    check(report)
-    assert report["calls"]["dcp_mla_prefill"] >= 4
-
-
-def test_drafts_under_decode_context_parallelism(tmp_path: Path) -> None:
-    """TP 2 x DCP 2 in groups of 4 tokens, two drafts a step by an MTP module; all prefills attend with absorbed
-    queries. Without the merge, or with the candidates of one rank, answers are wrong.
+def check_sharded_drafts(report: dict[str, Any]) -> None:
+    """Check a module's drafts over two ranks, whose prefills attend with absorbed queries. Without the merge, or with
+    the candidates of one rank, answers are wrong.
     """
-    model = save_sparse_model_with_module(tmp_path / "model")
-    layout = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 4}
-    drafts = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
-    report = run_engine(model, 2, route="absorbed", **layout, **drafts)
-    check(report)
     assert report["drafts"]["made"] > 20
     assert report["drafts"]["right"] > 0.9 * report["drafts"]["made"]  # Ties may go either way.
     calls = report["calls"]
@@ -66,3 +51,20 @@ def test_drafts_under_decode_context_parallelism(tmp_path: Path) -> None:
     assert calls["combine"] == calls["dcp_mla_decode"]
     assert report["own candidates"] < 0.9, "a choice among one rank's candidates would not be seen"
     assert report["without merge"] > 0.1
+
+
+def test_one_rank(sparse_model: Path) -> None:
+    """Long prefills attend to up-projected keys under a mask."""
+    report = run_engine(sparse_model, 1, route="mha")
+    check(report)
+    assert report["calls"]["dcp_mla_prefill"] >= 4
+
+
+def test_drafts_under_decode_context_parallelism(tmp_path: Path) -> None:
+    """TP 2 x DCP 2 in groups of 4 tokens, two drafts a step by an MTP module."""
+    model = save_sparse_model_with_module(tmp_path / "model")
+    layout = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 4}
+    drafts = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
+    report = run_engine(model, 2, route="absorbed", **layout, **drafts)
+    check(report)
+    check_sharded_drafts(report)

@@ -1,15 +1,13 @@
 """DeepSeek-V4 in vLLM with this package's attention: vLLM's real engine on CPUs, against transformers."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dcpmla.integrations.vllm import FIRST_WITH_V4
-from tests.engines.forked import run_engine_ranks
-from tests.engines.test_vllm_names import VERSIONS
-from tests.engines.trees import vllm_tree
+from tests.engines.forked import report_of
+from tests.engines.trees import VERSIONS, vllm_tree
 from tests.engines.vllm_names import Name, has, moved, uncalled
 from tests.engines.vllm_v4_drafts import save_v4_with_module
 from tests.engines.vllm_v4_model import save_v4
@@ -37,9 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_engine(model: Path, num_ranks: int, variables: dict[str, str], **engine: Any) -> tuple[dict[str, Any], str]:
     """Run `vllm_v4_cases.py`: return its report and its stderr."""
-    tree = vllm_tree(WITH_V4[-1])
-    ended = run_engine_ranks(tree, "vllm_v4_cases.py", num_ranks, model, json.dumps(engine), **variables)
-    return json.loads(ended.stdout.splitlines()[-1]), ended.stderr
+    return report_of("vllm_v4_cases.py", num_ranks, model, engine, **variables)
 
 
 def check(report: dict[str, Any], num_layers: int = 4, tolerance: float = 1e-4) -> None:

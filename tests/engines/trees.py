@@ -7,19 +7,19 @@ import fcntl
 import os
 import subprocess
 import sys
-import tomllib
 import zipfile
 import zlib
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 
 from tests.support.launchers import ROOT, python_path
+from tests.support.sources import metadata
 
+VERSIONS = ("0.32.0", "0.33.0")  # of vLLM; the engine runs with the last
 PLATFORM = ("--python-version=3.12", "--implementation=cp", "--abi=abi3", "--platform=manylinux_2_28_x86_64")
 _SECONDS = 400  # of a download
 _ENTRY_POINTS = """
@@ -85,11 +85,6 @@ def entry_points() -> Path:
     plug_in = metadata()["entry-points"]["vllm.general_plugins"]["dcpmla"]
     (dist_info / "entry_points.txt").write_text(_ENTRY_POINTS.format(plug_in=plug_in))
     return Path(folder.name)
-
-
-def metadata() -> dict[str, Any]:
-    """Return what pyproject.toml declares."""
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def once(folder: Path, fill: Callable[[Path], None]) -> Path:

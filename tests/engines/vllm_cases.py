@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
+from vllm.platforms.cpu import CpuPlatform
 
 from dcpmla.attention.step import metadata as step_module
 from dcpmla.comm.nccl import AllToAll
@@ -26,7 +27,40 @@ from tests.engines.rounded import logprobs_over_rounded_latents, rounded
 from tests.engines.vllm_drafts import Module, compare_drafts, record_drafts
 
 VOCABULARY, NEW_TOKENS, MAX_BATCHED = 512, 8, 100
+ENGINE = {
+    "dtype": "float32",
+    "max_model_len": 1024,
+    "max_num_seqs": 20,
+    "max_num_batched_tokens": MAX_BATCHED,
+    "enforce_eager": True,
+    "compilation_config": {"custom_ops": ["none"]},
+    "num_gpu_blocks_override": 256,
+    "max_logprobs": VOCABULARY,
+}
 CALLS: Counter[str] = Counter()
+
+
+def start(directory: str, **options: Any) -> LLM:
+    """Start an engine on this rank of a job, with options in place of those in ENGINE."""
+    return LLM(
+        model=directory,
+        skip_tokenizer_init=True,
+        tensor_parallel_size=int(os.environ["WORLD_SIZE"]),
+        distributed_executor_backend="external_launcher",
+        seed=0,
+        **ENGINE | options,
+    )
+
+
+def schedule_ahead() -> None:
+    """Let vLLM's CPU platform schedule a step before it knows the results of the last one, as GPUs do."""
+    original = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: type, vllm_config: Any) -> None:
+        original(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 
 def count(owner: Any, name: str) -> None:
@@ -105,6 +139,18 @@ def largest_error(model: Any, requests: list[list[int]], outputs: list[Any]) -> 
     return worst
 
 
+def counts_of(outputs: list[Any]) -> dict[str, Any]:
+    """Return the number of requests that ended, and how many tokens each has reused."""
+    present = [output for output in outputs if output is not None]
+    ended = sum(output.outputs[0].finish_reason == "length" for output in present)
+    return {"ended": ended, "cached": [output.num_cached_tokens for output in present]}
+
+
+def compare(model: Any, requests: list[list[int]], outputs: list[Any]) -> dict[str, Any]:
+    """Return the largest difference of any logprob from a model's, and the counts of the outputs."""
+    return {"error": largest_error(model, requests, outputs)} | counts_of(outputs)
+
+
 def rounded_errors(llm: LLM, model: Any, chunk: int) -> dict[str, float]:
     """Return the largest differences of any logprob from transformers', over latents and queries in e4m3 and over exact
     ones, for a few prompts one by one.
@@ -136,22 +182,7 @@ def main(directory: str, options: dict[str, Any]) -> None:
     if has_module:
         record_drafts()
         count(DCPMLAMetadataBuilder, "update_draft_decode_metadata")
-    llm = LLM(
-        model=directory,
-        skip_tokenizer_init=True,
-        tensor_parallel_size=int(os.environ["WORLD_SIZE"]),
-        distributed_executor_backend="external_launcher",
-        dtype="float32",
-        max_model_len=1024,
-        max_num_seqs=20,
-        max_num_batched_tokens=MAX_BATCHED,
-        enforce_eager=True,
-        compilation_config={"custom_ops": ["none"]},
-        num_gpu_blocks_override=256,
-        max_logprobs=VOCABULARY,
-        seed=0,
-        **options,
-    )
+    llm = start(directory, **options)
     warm_up = dict(CALLS)
     CALLS.clear()
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
@@ -164,11 +195,7 @@ def main(directory: str, options: dict[str, Any]) -> None:
     requests = prompts()
     for turn, aborted in (("first", None), ("again", 18)):
         outputs = run(llm, requests, aborted)
-        report[turn] = {
-            "error": largest_error(model, requests, outputs),
-            "cached": [output.num_cached_tokens for output in outputs if output is not None],
-            "ended": sum(output is not None and output.outputs[0].finish_reason == "length" for output in outputs),
-        }
+        report[turn] = compare(model, requests, outputs)
         if has_module and turn == "first":
             report["drafts"] = compare_drafts(Module(directory), requests, outputs)
     report["calls"] = dict(CALLS)
@@ -177,7 +204,7 @@ def main(directory: str, options: dict[str, Any]) -> None:
     end(report)
 
 
-def end(report: dict[str, Any]) -> NoReturn:
+def end(report: Any) -> NoReturn:
     """End this rank, the first one with a report."""
     if dist.get_rank() == 0:
         print(json.dumps(report), flush=True)

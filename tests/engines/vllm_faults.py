@@ -5,21 +5,20 @@ OPTIONS are the engine's, and `asynchronous`: whether vLLM schedules a step befo
 """
 
 import json
-import os
 import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from vllm import LLM, SamplingParams
-from vllm.platforms.cpu import CpuPlatform
+from vllm import SamplingParams
 
 from dcpmla.comm.nccl import AllToAll
 from dcpmla.comm.select import ChosenExchange
 from dcpmla.integrations.vllm import exchange
 from dcpmla.integrations.vllm.names import Worker
 from dcpmla.parallel.collectives import PeerFault
+from tests.engines.vllm_cases import end, schedule_ahead, start
 
 FAULTY_STEP = 5  # Steps without a forward pass do not count.
 WORD = (412 << 32) | (0 << 8) | 1  # exchange 412, `combine`, waited for rank 0 of the group
@@ -39,17 +38,6 @@ class FaultyExchange(AllToAll):
         return super().combine(out, lse)
 
 
-def schedule_asynchronously() -> None:
-    """Have vLLM's CPU platform leave asynchronous scheduling on."""
-    update = CpuPlatform.check_and_update_config.__func__
-
-    def check_and_update_config(cls: type, vllm_config: Any) -> None:
-        update(cls, vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-
-    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
-
-
 def count_steps() -> None:
     """Count the steps that launch the model."""
     launch = Worker.execute_model
@@ -63,24 +51,10 @@ def count_steps() -> None:
 
 def main(directory: str, options: dict[str, Any]) -> None:
     if is_asynchronous := options.pop("asynchronous"):
-        schedule_asynchronously()
+        schedule_ahead()
     exchange.select_exchange = lambda dcp, group, device: ChosenExchange(FaultyExchange(group), "for the test")
-    llm = LLM(
-        model=directory,
-        skip_tokenizer_init=True,
-        tensor_parallel_size=int(os.environ["WORLD_SIZE"]),
-        distributed_executor_backend="external_launcher",
-        dtype="float32",
-        max_model_len=256,
-        max_num_seqs=4,
-        max_num_batched_tokens=100,
-        enforce_eager=True,
-        async_scheduling=is_asynchronous,
-        compilation_config={"custom_ops": ["none"]},
-        num_gpu_blocks_override=64,
-        seed=0,
-        **options,
-    )
+    sizes = {"max_model_len": 256, "max_num_seqs": 4, "num_gpu_blocks_override": 64}
+    llm = start(directory, async_scheduling=is_asynchronous, **sizes | options)
     count_steps()
     engine, num_tokens, error = llm.llm_engine, [], ""
     params = SamplingParams(max_tokens=16, temperature=0, detokenize=False, ignore_eos=True)
@@ -99,11 +73,7 @@ def main(directory: str, options: dict[str, Any]) -> None:
     }
     reports: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(reports, report)
-    if dist.get_rank() == 0:
-        print(json.dumps(reports), flush=True)
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # vLLM's threads wait for requests
+    end(reports)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def replace_kernels() -> torch.library.Library:
 
     kda.gather_initial_states = initial_states
     kda.causal_conv1d_update = convolve_one
-    triton_kda.chunk_kda_with_fused_gate = _prefill_delta
+    triton_kda.chunk_kda_with_fused_gate = _prefill_gated_delta
     triton_kda.fused_recurrent_kda_packed_decode = _decode_delta
     model.attn_res = _mix
     mla.fused_q_kv_rmsnorm = lambda q, kv, w_q, w_kv, eps: (norm(q, w_q, eps), norm(kv, w_kv, eps))
@@ -185,12 +185,12 @@ def delta(qkv: list[Tensor], gate: Tensor, beta: Tensor, state: Tensor, options:
     return torch.stack(rows)
 
 
-def _prefill_delta(
+def prefill_delta(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     raw_g: Tensor,
-    raw_beta: Tensor,
+    beta: Tensor,
     A_log: Tensor,
     g_bias: Tensor,
     *,
@@ -199,14 +199,19 @@ def _prefill_delta(
     cu_seqlens: Tensor,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
+    """Return the outputs [1, T, h, d] of pieces of several requests, and the states after them."""
     options = {"bias": g_bias, "A_log": A_log, "lower_bound": lower_bound}
     state, out, ends = initial_state.clone(), torch.zeros_like(v), cu_seqlens.tolist()
     for row, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
         if end > start:
             tokens = slice(start, end)
-            qkv, beta = [part[0, tokens] for part in (q, k, v)], raw_beta[0, tokens].sigmoid()
-            out[0, tokens] = delta(qkv, raw_g[0, tokens], beta, state[row], options)
+            qkv = [part[0, tokens] for part in (q, k, v)]
+            out[0, tokens] = delta(qkv, raw_g[0, tokens], beta[0, tokens], state[row], options)
     return out, state
+
+
+def _prefill_gated_delta(*, raw_beta: Tensor, **named: Any) -> tuple[Tensor, Tensor]:
+    return prefill_delta(beta=raw_beta.sigmoid(), **named)
 
 
 def _decode_delta(

@@ -4,7 +4,6 @@ of JSON. OPTIONS are the engine's, `threshold` (the most new tokens of a decode)
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from dcpmla.integrations.vllm.sparse.backend import DCPMLASparseMetadataBuilder
 from dcpmla.integrations.vllm.sparse.selection import IndexMetadataBuilder
 from tests.engines.glm_next_model import GlmModule, PoolSelections, count_pools, glm_next, lose_tails, replace_kernels
 from tests.engines.sparse_model import TOPK, Selections
-from tests.engines.vllm_cases import CALLS, NEW_TOKENS, VOCABULARY, count, end, run, without_merge
+from tests.engines.vllm_cases import CALLS, NEW_TOKENS, VOCABULARY, count, counts_of, end, run, start, without_merge
 from tests.engines.vllm_drafts import DRAFTED, Module, compare_drafts, record_drafts
 from tests.support.interpreter import convert_as_torch
 
@@ -96,21 +95,8 @@ def main(directory: str, options: dict[str, Any]) -> None:
     has_module = "speculative_config" in options
     if has_module:
         record_drafts()
-    llm = LLM(
-        model=directory,
-        skip_tokenizer_init=True,
-        tensor_parallel_size=int(os.environ["WORLD_SIZE"]),
-        distributed_executor_backend="external_launcher",
-        max_model_len=longest + 106,
-        max_num_seqs=8,
-        max_num_batched_tokens=100,
-        enforce_eager=True,
-        compilation_config={"custom_ops": ["none"]},
-        num_gpu_blocks_override=128,
-        max_logprobs=VOCABULARY,
-        seed=0,
-        **{"dtype": "float32"} | options,
-    )
+    sizes = {"max_model_len": longest + 106, "max_num_seqs": 8, "num_gpu_blocks_override": 128}
+    llm = start(directory, **sizes | options)
     warm_up = dict(CALLS)
     CALLS.clear()
     selections = PoolSelections() if is_pooled else Selections()
@@ -128,11 +114,7 @@ def main(directory: str, options: dict[str, Any]) -> None:
         DRAFTED[:] = [draft for draft in DRAFTED if int(draft[0].split("-")[1]) in short]
         report["drafts"] = compare_drafts(GlmModule(directory) if is_pooled else Module(directory), requests, outputs)
     again = run(llm, requests, aborted=1)
-    report["again"] = {
-        "error": selections.largest_error(model, requests, again),
-        "cached": [output.num_cached_tokens for output in again if output is not None],
-        "ended": sum(output is not None and output.outputs[0].finish_reason == "length" for output in again),
-    }
+    report["again"] = {"error": selections.largest_error(model, requests, again)} | counts_of(again)
     report["calls"] = dict(CALLS)
     report["other models"] = backends_of_another_model(llm.llm_engine.vllm_config)
     if is_pooled:

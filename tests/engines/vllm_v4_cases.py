@@ -1,7 +1,6 @@
 """A real vLLM engine with DeepSeek-V4 in each rank: MODEL OPTIONS. Rank 0 prints a report."""
 
 import json
-import os
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 from vllm import LLM
-from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -18,23 +16,23 @@ from dcpmla.attention.layers.compressed.cache import CompressedCache
 from dcpmla.attention.layers.compressed.layer import CompressedAttention
 from dcpmla.comm.nccl import AllToAll
 from dcpmla.integrations.vllm.compressed.backend import CompressedMetadataBuilder, LazyStep
-from tests.engines.vllm_cases import CALLS, VOCABULARY, count, end, largest_error, prompts, run, without_merge
+from tests.engines.vllm_cases import (
+    CALLS,
+    VOCABULARY,
+    compare,
+    count,
+    end,
+    prompts,
+    run,
+    schedule_ahead,
+    start,
+    without_merge,
+)
 from tests.engines.vllm_drafts import DRAFTED, compare_drafts, record_drafts
 from tests.engines.vllm_v4_drafts import GUIDES, Module, guide_drafts, use_plain_module
 from tests.engines.vllm_v4_model import round_reference, use_plain_torch
 
 BLOCK = 256  # vLLM's on CPUs
-
-
-def schedule_ahead() -> None:
-    """Let vLLM's CPU platform schedule a step before it knows the results of the last one, as GPUs do."""
-    original = CpuPlatform.check_and_update_config.__func__
-
-    def check_and_update_config(cls: type, vllm_config: Any) -> None:
-        original(cls, vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-
-    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 
 def use_static_steps() -> None:
@@ -85,20 +83,9 @@ def main(directory: str, options: dict[str, Any]) -> None:
     count(CompressedCache, "copy_state")
     if not torch.cuda.is_available():
         Worker.determine_available_memory = lambda worker: 0  # workers of CPUs have another of their own
-    defaults = {"max_num_batched_tokens": 100, "dtype": "float32", "enforce_eager": True, "max_num_seqs": 20}
-    defaults["compilation_config"] = {"custom_ops": ["none"]}
     if options.get("async_scheduling"):
         schedule_ahead()
-    llm = LLM(
-        model=directory,
-        skip_tokenizer_init=True,
-        tensor_parallel_size=int(os.environ["WORLD_SIZE"]),
-        distributed_executor_backend="external_launcher",
-        max_model_len=1024,
-        max_logprobs=VOCABULARY,
-        seed=0,
-        **defaults | options,
-    )
+    llm = start(directory, **{"num_gpu_blocks_override": None} | options)
     model = AutoModelForCausalLM.from_pretrained(
         f"{directory}/reference", dtype=torch.float32, attn_implementation="eager"
     )
@@ -171,24 +158,19 @@ def reuse(llm: LLM, model: Any, block: int) -> dict[str, Any]:
     outputs = [run(llm, [request])[0] for request in [*requests, turn]]
     requests += [turn, turn + list(outputs[-1].outputs[0].token_ids) + ends[4][:9]]
     outputs += run(llm, requests[-1:])
-    report = {"one by one": reused(model, requests, outputs)}
+    report = {"one by one": compare(model, requests, outputs)}
     few = requests[1:3] + requests[-1:]
-    report["together"] = reused(model, few, run(llm, few))
+    report["together"] = compare(model, few, run(llm, few))
     llm.reset_prefix_cache()
-    report["after a reset"] = reused(model, [common], run(llm, [common]))
+    report["after a reset"] = compare(model, [common], run(llm, [common]))
     copy, stack = CompressedCache.copy_state, stack_of(llm)
     CompressedCache.copy_state = lambda self, source, target: None
     for items in stack.cache.state_items:
         items.pages[len(stack.states) :].zero_()
-    report["without copies"] = reused(model, [common], run(llm, [common]))
+    report["without copies"] = compare(model, [common], run(llm, [common]))
     CompressedCache.copy_state = copy
     llm.reset_prefix_cache()
     return report
-
-
-def reused(model: Any, requests: list[list[int]], outputs: list[Any]) -> dict[str, Any]:
-    """Return the largest error of outputs, and the number of tokens that each has reused."""
-    return compare(model, requests, outputs) | {"cached": [output.num_cached_tokens for output in outputs]}
 
 
 def left_for_pages(llm: LLM) -> int | None:
@@ -231,12 +213,6 @@ def stack_of(llm: LLM) -> Any:
     """Return the attention layers of this rank."""
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
     return next(iter(layers)).stack
-
-
-def compare(model: Any, requests: list[list[int]], outputs: list[Any]) -> dict[str, float]:
-    """Return the largest difference of any logprob from transformers', and the number of requests that ended."""
-    ended = sum(each is not None and each.outputs[0].finish_reason == "length" for each in outputs)
-    return {"error": largest_error(model, requests, outputs), "ended": ended}
 
 
 if __name__ == "__main__":

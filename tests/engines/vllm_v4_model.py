@@ -164,20 +164,20 @@ def use_plain_torch() -> None:
     from vllm.models.deepseek_v4.cpu import model
 
     model.FusedMoEFactory, model.HAS_TILELANG_MHC = PlainExperts, False  # TileLang fuses two of the operations below
-    mhc.mhc_pre_cpu, mhc.mhc_post_cpu, mhc.hc_head_fused_cpu = _mix, mhc.mhc_post_torch, _collapse
+    mhc.mhc_pre_cpu, mhc.mhc_post_cpu, mhc.hc_head_fused_cpu = mix_streams, mhc.mhc_post_torch, _collapse
     deepseek_v4.DeepseekV4ForCausalLM = model.DeepseekV4ForCausalLM
     for operation in (layers.MHCPreOp, layers.MHCPostOp, layers.HCHeadOp):
         operation.forward_cuda = operation.forward_cpu
 
 
-def _mix(
+def mix_streams(
     residual: Tensor,
     fn: Tensor,
     scale: Tensor,
     base: Tensor,
     rms_eps: float,
     eps: float,
-    _: float,
+    mixing_eps: float,
     post_factor: float,
     num_rounds: int,
     *_args: Any,
@@ -189,11 +189,11 @@ def _mix(
     pre, post, matrix = F.linear(flat, fn).split([num, num, num * num], -1)
     pre = (pre * scale[0] + base[:num]).sigmoid() + eps
     post = (post * scale[1] + base[num : 2 * num]).sigmoid() * post_factor
-    matrix = (matrix * scale[2] + base[2 * num :]).unflatten(-1, (num, num)).softmax(-1) + eps
-    matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
+    matrix = (matrix * scale[2] + base[2 * num :]).unflatten(-1, (num, num)).softmax(-1) + mixing_eps
+    matrix = matrix / (matrix.sum(-2, keepdim=True) + mixing_eps)
     for _ in range(num_rounds - 1):
-        matrix = matrix / (matrix.sum(-1, keepdim=True) + eps)
-        matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
+        matrix = matrix / (matrix.sum(-1, keepdim=True) + mixing_eps)
+        matrix = matrix / (matrix.sum(-2, keepdim=True) + mixing_eps)
     return post[..., None], matrix, (pre[..., None] * residual).sum(-2).to(residual.dtype)
 
 

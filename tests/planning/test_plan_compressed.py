@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from dataclasses import replace
-from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
 
 from dcpmla.__main__ import main
 from dcpmla.attention.layers.compressed.cache import CompressedCache, CompressedPlan
-from dcpmla.attention.layers.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
 from dcpmla.cache.states import num_states
 from dcpmla.integrations.families.table import attention_of
-from dcpmla.integrations.model_files import load_config
-from dcpmla.integrations.model_size import read_model
 from dcpmla.planning.capacity import block_of, capacity_table, largest_cache
 from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.machine import H200X8
@@ -29,20 +24,17 @@ from dcpmla.planning.recommend import cache_bytes, make_plan
 from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
 from tests.support.layouts import dcp_config
-from tests.support.models import random_model
+from tests.support.plan_cases import CONFIGS, deployed, read_published, setting_of
 
-CONFIGS = Path(__file__).parent / "configs"
-CSA, HCA = LayerKind(4, True), LayerKind(128, False)
 FORMATS = [(kv, index) for kv in ("bf16", "fp8_ds_mla") for index in ("auto", "fp8")]
 
 
-@cache
 def read(name: str) -> ModelSize:
-    """DeepSeek-V4-Flash or -Pro, as the checkpoint stores it."""
-    return read_model(load_config(CONFIGS / f"deepseek_v4_{name}.json"))
+    """Read DeepSeek-V4-Flash or -Pro."""
+    return read_published(f"deepseek_v4_{name}")
 
 
-def tiny_v4(**changes: Any) -> Any:
+def tiny_v4() -> Any:
     """Every kind of layer; rows that fp8_ds_mla holds."""
     sizes = {
         **{"vocab_size": 192, "hidden_size": 48, "moe_intermediate_size": 32, "num_hidden_layers": 4},
@@ -52,16 +44,7 @@ def tiny_v4(**changes: Any) -> Any:
         "compress_ratios": [0, 4, 128, 4],
         "num_hash_layers": 1,
     }
-    return transformers.DeepseekV4Config(**{**sizes, **changes})
-
-
-def test_layers_are_those_of_the_config() -> None:
-    for name, kinds in (("flash", {WINDOW_ONLY: 2, CSA: 21, HCA: 20}), ("pro", {CSA: 30, HCA: 31})):
-        attention = read(name).attention.config
-        assert isinstance(attention, CompressedConfig)
-        assert Counter(attention.layer_kinds) == kinds
-        assert read(name).attention.num_layers == sum(kinds.values())
-        assert read(name).attention.num_index_layers == kinds[CSA]
+    return transformers.DeepseekV4Config(**sizes)
 
 
 @pytest.mark.parametrize(("name", "billions"), [("flash", 284), ("pro", 1600)])
@@ -73,8 +56,7 @@ def test_parameters_are_as_published(name: str, billions: float) -> None:
 @pytest.mark.parametrize(("name", "expected"), [("flash", 4096), ("pro", 8192)])
 def test_states_within_prompts_cost_a_sixteenth_of_their_time(name: str, expected: int) -> None:
     """Of its time without another step for a state, which half as many tokens would exceed."""
-    setting = Setting(tp=8, dcp=8, kv_cache_dtype="bf16")
-    costs = PrefillCosts(Deployment(H200X8, read(name), setting), 8192)
+    costs = PrefillCosts(deployed(read(name), 8, 8), 8192)
     steps, least = MixedSteps(costs, 0, 0), costs.least_state_tokens
     assert least == expected
     for size, pays in ((least, True), (least // 2, False)):
@@ -82,52 +64,27 @@ def test_states_within_prompts_cost_a_sixteenth_of_their_time(name: str, expecte
         assert (16 * added_us < costs.piece_us(size, 0)) == pays
 
 
-def test_plan_prints_what_prompts_that_begin_alike_reuse(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    command = f"plan --model {CONFIGS / 'deepseek_v4_flash.json'} -tp 8 -dcp 2 --batch 2 --context 4096 --json"
+def test_the_command_prints_states_and_what_prompts_that_begin_alike_reuse(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    command = f"plan --model {CONFIGS / 'deepseek_v4_flash.json'} -tp 8 -dcp 2 --batch 8 --context 4096 --json"
     assert main([*command.split(), str(tmp_path / "plan.json")]) == 0
+    printed = capfd.readouterr().out
+    assert "with tp 8; a GB is one of each GPU, besides the states of 16 requests" in printed
+    assert "cache  index cache  dcp  bytes a token  bytes a request  tokens a GB" in printed
     line = "reuse blocks of 512 tokens: the second a power of two blocks of at least 4,096 tokens, others all"
-    assert line in capfd.readouterr().out
+    assert line in printed
     reuse = json.loads((tmp_path / "plan.json").read_text())["prompts"]["reuse"]
     assert reuse == {"block_tokens": 512, "least_state_tokens": 4096}
 
 
-def test_weight_bytes_are_those_of_the_checkpoint(tmp_path: Path) -> None:
-    model = random_model(tiny_v4())
-    model.save_pretrained(tmp_path)
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        stored = sum(file.get_tensor(name).nbytes for name in sorted(file.keys()))
-    assert read_model(load_config(tmp_path)).weight_bytes(1)["total"] == stored
-
-
-def test_ranks_cut_heads_and_groups_and_hold_the_rest_whole() -> None:
-    sizes = {
-        (p.name.split("self_attn.")[1].removesuffix(".weight"), p.shape[0]): p
-        for p in read("flash").parameters
-        if p.part == "attention"
-    }
-    cut = {name for (name, _), p in sizes.items() if p.shard_shape(8) != p.shape}
-    assert cut == {"q_b_proj", "o_a_proj", "o_b_proj", "sinks"}
-    assert sizes["sinks", 64].shard_bytes(8) == 8 * 4
-    assert sizes["o_a_proj", 8192].shard_shape(8) == (1024, 4096)
-    assert sizes["o_b_proj", 4096].shard_shape(8) == (4096, 1024)
-    assert sizes["compressor.indexer.q_b_proj", 8192].shard_bytes(8) == 8192 * 1024 + 64 * 8 * 4
-    assert sizes["compressor.kv_proj", 1024].shard_bytes(8) == 1024 * 4096 * 2  # no fp8: as published
-
-
-def test_experts_in_fp4_have_a_scale_for_32_values() -> None:
-    (down,) = (p for p in read("flash").parameters if p.name.endswith("experts.down_proj"))
-    assert down.shard_bytes(8) == 256 * 4096 * (256 // 2 + 256 // 32)
-    assert down.widened().shard_bytes(8) == 256 * 4096 * 256 * 2
-
-
-@pytest.mark.parametrize("name", ["flash", "pro"])
-def test_sharding_keeps_its_gain(name: str) -> None:
+def test_sharding_keeps_its_gain() -> None:
     """Entries and index keys are both sharded, so 8 ranks hold 8 times as much.
 
     Were index keys on every rank, fp8's 21 x 585 / 4 + 20 x 585 / 128 = 3,163 bytes of a token of Flash would be cut by
     8, and the 21 x 132 / 4 = 693 of its keys by 1: 8 x 3,856 / (3,163 + 8 x 693) = 3.5 times as much.
     """
-    model, room = read(name), 40 * 10**9
+    model, room = read("flash"), 40 * 10**9
     table = capacity_table(model.attention, room, 8, (1, 8), num_states=1)
     assert len(table) == 2 * len(FORMATS)
     for (kv, index), whole, shard in zip(FORMATS, table[::2], table[1::2], strict=True):
@@ -141,11 +98,7 @@ def test_sharding_keeps_its_gain(name: str) -> None:
 
 
 def test_bytes_of_a_token_and_of_a_state_by_hand() -> None:
-    flash = make_plan(
-        Deployment(H200X8, read("flash"), Setting(tp=8, dcp=8, kv_cache_dtype="fp8_ds_mla", index_cache_dtype="fp8")),
-        1,
-        4096,
-    )
+    flash = make_plan(deployed(read("flash"), 8, 8, "fp8_ds_mla", index_cache_dtype="fp8"), 1, 4096)
     rows, keys = 21 * 585 / 4 + 20 * 585 / 128, 21 * 132 / 4
     assert flash.kv_bytes_per_token == -(-(rows + keys) // 1)
     windows, sums = 43 * 128 * 585, 4 * 3 * (21 * 2 * (512 + 128) + 20 * 512)
@@ -198,10 +151,7 @@ def test_a_step_reads_windows_and_entries() -> None:
 
 
 def test_sharding_shortens_reads_and_adds_an_exchange() -> None:
-    plain, sharded = (
-        Deployment(H200X8, read("pro"), Setting(tp=8, dcp=dcp, kv_cache_dtype="bf16")).step_us(64, 1 << 20)
-        for dcp in (1, 8)
-    )
+    plain, sharded = (deployed(read("pro"), 8, dcp).step_us(64, 1 << 20) for dcp in (1, 8))
     for part in ("selection", "attention"):
         assert sharded[part] < plain[part]
     for part in ("gather", "combine"):
@@ -212,7 +162,7 @@ def test_sharding_shortens_reads_and_adds_an_exchange() -> None:
 
 def test_a_hyper_connection_takes_a_product() -> None:
     """Its weights are read once, and four streams three times."""
-    machine, setting = H200X8, Setting(tp=8, dcp=1, kv_cache_dtype="bf16")
+    machine, setting = H200X8, setting_of(8, 1)
     model = read("flash")
     others = tuple(parameter for parameter in model.parameters if not parameter.is_hyper_connection)
     for batch in (1, 64):
@@ -239,10 +189,3 @@ def test_mistakes_are_one_line(options: list[str], message: str, capfd: pytest.C
     assert message in captured.err
     assert len(captured.err.strip().splitlines()) == 1
     assert captured.out == ""
-
-
-def test_the_command_prints_states(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--model", str(CONFIGS / "deepseek_v4_pro.json"), "-dcp", "1,8", "--batch", "8"]) == 0
-    printed = capfd.readouterr().out
-    assert "with tp 8; a GB is one of each GPU, besides the states of 16 requests" in printed
-    assert "cache  index cache  dcp  bytes a token  bytes a request  tokens a GB" in printed

@@ -14,9 +14,8 @@ from dcpmla.planning.exchange import ExchangeCosts
 from dcpmla.planning.machine import H200X8, Direct
 from dcpmla.planning.measured import calibrate, predict_row
 from dcpmla.planning.recommend import make_plan
-from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
-from tests.support.plan_cases import DIRECT, NUM_TOKENS, exchange_row, layer_row, within, write
+from tests.support.plan_cases import DIRECT, NUM_TOKENS, exchange_row, layer_row, setting_of, within, write
 
 
 def test_direct_is_as_measured() -> None:
@@ -40,7 +39,7 @@ def test_exchange_is_what_auto_takes(v3: ModelSize) -> None:
         (without, 8, 8, "a2a"),
         (H200X8, 8, 1, "none"),
     ):
-        setting = Setting(tp=tp, dcp=dcp, kv_cache_dtype="bf16")
+        setting = setting_of(tp, dcp)
         plan = make_plan(Deployment(machine, v3, setting), 8, 4096)
         assert plan.exchange == expected
         for part, operation, width in (("gather", "gather_heads", 576), ("combine", "combine", 512)):

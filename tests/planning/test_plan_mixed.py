@@ -22,11 +22,11 @@ from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.scheduler import Scheduler
 from tests.support.models import FAMILIES, tiny_config
-from tests.support.plan_cases import FP8, RESULTS, read_glm5, read_v3, read_v32, within
+from tests.support.plan_cases import FP8, RESULTS, deployed, read_glm5, read_v3, read_v32, setting_of, within
 
 # An H100 reads 93 % of the published rate, as an H200 does.
 H100 = change_machine(H200X8, {"memory_bytes": 80 << 30, "hbm_gb_per_s": 3350 * 4460 / 4800}, "h100")
-ALONE = Setting(tp=1, dcp=1, kv_cache_dtype="bf16")
+ALONE = setting_of(1, 1)
 
 
 def steps_of(model: ModelSize, setting: Setting, num_decodes: int = 0, machine: Machine = H200X8) -> MixedSteps:
@@ -43,7 +43,7 @@ def prompts_of(model: ModelSize, setting: Setting, batch: int, context: int, lim
 @pytest.mark.parametrize(("tp", "dcp"), [(1, 1), (8, 4)])
 def test_a_step_is_a_decode_step_and_a_piece(read: Callable[[], ModelSize], tp: int, dcp: int) -> None:
     """A piece of one token adds its attention, and a row to each product but kv_b_proj's."""
-    model, setting = read(), Setting(tp=tp, dcp=dcp, kv_cache_dtype="bf16")
+    model, setting = read(), setting_of(tp, dcp)
     step = steps_of(model, setting, 32).step_us(1, 1000, 33, is_one_graph=True)
     assert step["total"] == pytest.approx(step["products"] + step["piece"] + step["decodes"])
     assert step["piece"] == model.attention.costs(setting.dcp_config, kernel_rates(H200X8)).piece_us(1, 1000)
@@ -52,7 +52,7 @@ def test_a_step_is_a_decode_step_and_a_piece(read: Callable[[], ModelSize], tp: 
 
 
 def test_padding_costs_products_alone(v3: ModelSize) -> None:
-    setting = Setting(tp=8, dcp=8, kv_cache_dtype="bf16")
+    setting = setting_of(8, 8)
     steps = steps_of(v3, setting, 8)
     bare, padded = (steps.step_us(4000, 0, num_rows, is_one_graph=True) for num_rows in (4008, 5120))
     assert {**padded, "products": 0, "total": 0} == {**bare, "products": 0, "total": 0}
@@ -96,18 +96,23 @@ def test_kernels_as_measured(num_tokens: int, num_decodes: int, kernels_ms: floa
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_a_step_of_a_large_prompt_as_measured(precision: str) -> None:
+    """8,192 tokens through 4 layers of DeepSeek-V3 with 64 experts on one GPU; products count as bfloat16's."""
     rows = json.loads((RESULTS / "h200" / "step_8k.json").read_text())["rows"]
     (row,) = (row for row in rows if row["model"] == f"v3_{precision}" and "prefill_device_us" in row)
     sizes = {"num_hidden_layers": 4, "first_k_dense_replace": 1, "n_routed_experts": 64, "vocab_size": 16384}
     quantization = {"quantization_config": FP8} if precision == "fp8" else {}
-    step = steps_of(read_model(config_of("deepseek-v3", dtype="bfloat16", **sizes, **quantization)), ALONE)
+    model = read_model(config_of("deepseek-v3", dtype="bfloat16", **sizes, **quantization))
+    assert model.num_parameters == row["num_parameters"]
+    step = steps_of(model, ALONE)
     assert within(step.step_us(8192, 0, 8192, False)["total"], row["prefill_device_us"], 1.25)
+    costs = PrefillCosts(deployed(model, 1, 1), row["input_len"])
+    assert within(costs.max_prefill_us, row["prefill_device_us"], 1.2)
 
 
 @pytest.mark.parametrize(("num_tokens", "num_decodes", "limit"), [(9000, 0, 2048), (13_000, 8, 2048), (300, 8, 64)])
 def test_prompts_are_cut_as_by_the_scheduler(num_tokens: int, num_decodes: int, limit: int) -> None:
     """With decodes, whose wait is limited, pieces after a context are smaller."""
-    prompts = prompts_of(read_v3(), Setting(tp=8, dcp=8, kv_cache_dtype="bf16"), max(1, num_decodes), 4096, limit)
+    prompts = prompts_of(read_v3(), setting_of(8, 8), max(1, num_decodes), 4096, limit)
     scheduler = Scheduler(BlockAllocator(2000, 64), limit, 32, costs=prompts.costs)
     scheduler.waiting += [Request([name] * 2, SamplingParams(max_new_tokens=10_000)) for name in range(num_decodes)]
     prompt, pieces = Request([99] * num_tokens, SamplingParams(max_new_tokens=1)), list[tuple[int, int]]()
@@ -129,7 +134,7 @@ def test_prompts_are_cut_as_by_the_scheduler(num_tokens: int, num_decodes: int, 
 
 
 def test_decodes_without_room_for_prompts(v3: ModelSize) -> None:
-    setting = Setting(tp=8, dcp=8, kv_cache_dtype="bf16", num_speculative_tokens=3)
+    setting = setting_of(8, 8, num_speculative_tokens=3)
     assert prompts_of(v3, setting, 15, 100, 64).loads == (0, 15)
     full = prompts_of(v3, setting, 16, 100, 64)
     assert full.loads == (0,)
@@ -140,7 +145,7 @@ def test_decodes_without_room_for_prompts(v3: ModelSize) -> None:
 
 def test_sizes_of_graphs(v3: ModelSize) -> None:
     """Tokens of decodes count. Attention that absorbs the piece makes the step one graph."""
-    prompts = prompts_of(v3, Setting(tp=8, dcp=1, kv_cache_dtype="bf16"), 32, 65536, 10_000)
+    prompts = prompts_of(v3, setting_of(8, 1), 32, 65536, 10_000)
     pieces = (64, 65536, 0), (64, 65536, 32), (600, 0, 0), (1100, 0, 32)
     graphs = [str(prompts.step(*sizes).graph) for sizes in pieces]
     assert graphs == ["64 tokens, whole", "96 tokens, whole", "640 tokens, whole", "1280 tokens"]
@@ -150,7 +155,10 @@ def test_sizes_of_graphs(v3: ModelSize) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_steps(family: str) -> None:
-    prompts = prompts_of(read_model(tiny_config(family)), Setting(tp=2, dcp=2, kv_cache_dtype="bf16"), 4, 100, 256)
+    model = read_model(tiny_config(family))
+    costs = PrefillCosts(deployed(model, 2, 2), 64)
+    assert 0 < costs.piece_us(8, 0) < costs.piece_us(8, 200) < costs.piece_us(64, 200)
+    prompts = prompts_of(model, setting_of(2, 2), 4, 100, 256)
     (alone, beside), *_ = prompts.steps()
     assert alone.wait_us == 0 < beside.wait_us <= beside.step_us["total"]
     assert alone.step_us["total"] <= beside.step_us["total"]

@@ -1,6 +1,5 @@
 """Modelled times of prompts' pieces: sums over parameters and tokens, a measured step, the bound of a mixed step."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -15,39 +14,25 @@ from hypothesis import strategies as st
 from dcpmla.attention.costs import Rates, RouteCosts
 from dcpmla.attention.layers.compressed.config import CompressedConfig
 from dcpmla.attention.layers.linear.spec import DeltaSpec
-from dcpmla.bench.geometries import config_of
 from dcpmla.config import MLAConfig
 from dcpmla.integrations.families.table import attention_of
 from dcpmla.integrations.model_files import load_config
-from dcpmla.integrations.model_size import read_model
 from dcpmla.llm import LLM
 from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.prefill import PrefillCosts, kernel_rates, token_us
-from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
 from dcpmla.runtime.costs import piece_tokens
-from tests.support.models import FAMILIES, tiny_config
-from tests.support.plan_cases import RESULTS, read_glm5, read_v3, read_v32, within
-
-
-@cache
-def read_v4() -> ModelSize:
-    return read_model(load_config(Path(__file__).parent / "configs" / "deepseek_v4_flash.json"))
-
+from tests.support.plan_cases import CONFIGS, deployed, read_glm5, read_v3, read_v4, read_v32, setting_of
 
 NEEDLE = Path(__file__).parents[2] / "examples" / "needle" / "model"
 MODELS = [read_v3, read_v32, read_glm5, read_v4]
 LAYOUTS = [(1, 1), (8, 1), (8, 4), (8, 8)]
 
 
-def setting_of(tp: int, dcp: int, kv_cache_dtype: str = "bf16", enable_expert_parallel: bool = False) -> Setting:
-    return Setting(tp=tp, dcp=dcp, kv_cache_dtype=kv_cache_dtype, enable_expert_parallel=enable_expert_parallel)
-
-
 @cache
 def costs_of(index: int, tp: int, dcp: int, kv_cache_dtype: str = "bf16") -> PrefillCosts:
-    return PrefillCosts(Deployment(H200X8, MODELS[index](), setting_of(tp, dcp, kv_cache_dtype)), 8192)
+    return PrefillCosts(deployed(MODELS[index](), tp, dcp, kv_cache_dtype), 8192)
 
 
 settings_of_models = st.builds(
@@ -77,8 +62,8 @@ def test_a_token_multiplies_with_every_parameter(
     assert H200X8.direct is not None
     sums_us = 2 * model.attention.num_layers * 2 * 2 * hidden * (1 - 1 / tp) / H200X8.direct.gb_per_s / 1e3
     expected = 2 * products / H200X8.matmul_tflops / 1e6 + sums_us + 2 * passes / H200X8.hbm_gb_per_s / 1e3
-    setting = setting_of(tp, 1, enable_expert_parallel=enable_expert_parallel)
-    assert token_us(Deployment(H200X8, model, setting)) == pytest.approx(expected)
+    deployment = deployed(model, tp, 1, enable_expert_parallel=enable_expert_parallel)
+    assert token_us(deployment) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("read", [read_v3, read_v32, read_glm5])
@@ -141,7 +126,7 @@ def test_a_piece_of_v4_is_a_sum_over_its_tokens(tp: int, dcp: int, new: int, con
 @pytest.mark.parametrize("head_dim", [128, 4096])
 def test_linear_attention_takes_the_same_time_for_each_token(tp: int, head_dim: int) -> None:
     """Of 128 columns, memory's; of wide heads, the products'."""
-    stack = attention_of(load_config(Path(__file__).parent / "configs" / "kimi_k3.json"))
+    stack = attention_of(load_config(CONFIGS / "kimi_k3.json"))
     dcp = setting_of(tp, tp).dcp_config
     (delta,) = (layer for layer in stack.sorts if isinstance(layer, DeltaSpec))
     assert stack.sorts[delta] == 69
@@ -197,19 +182,7 @@ def test_the_limit_of_a_mixed_step() -> None:
         costs = costs_of(index, 8, 8)
         assert costs.max_prefill_us == costs.piece_us(8192, 0)
         assert costs.piece_us(8193, 0) > costs.max_prefill_us < costs.piece_us(8192, 1000)
-    assert PrefillCosts(Deployment(H200X8, read_v3(), setting_of(8, 8)), 8192, 12.5).max_prefill_us == 12_500
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_a_large_prompt_takes_what_was_measured(precision: str) -> None:
-    """8,192 tokens through 4 layers of DeepSeek-V3 with 64 experts on one GPU; products count as bfloat16's."""
-    rows = json.loads((RESULTS / "h200" / "step_8k.json").read_text())["rows"]
-    (row,) = (row for row in rows if row["model"] == f"v3_{precision}" and "prefill_device_us" in row)
-    sizes = {"num_hidden_layers": 4, "first_k_dense_replace": 1, "n_routed_experts": 64, "vocab_size": 16384}
-    model = read_model(config_of("deepseek-v3", **sizes))
-    assert model.num_parameters == row["num_parameters"]
-    costs = PrefillCosts(Deployment(H200X8, model, setting_of(1, 1)), row["input_len"])
-    assert within(costs.max_prefill_us, row["prefill_device_us"], 1.2)
+    assert PrefillCosts(deployed(read_v3(), 8, 8), 8192, 12.5).max_prefill_us == 12_500
 
 
 def test_rates_of_kernels_follow_the_machine() -> None:
@@ -218,12 +191,6 @@ def test_rates_of_kernels_follow_the_machine() -> None:
     rates = kernel_rates(slower)
     assert (rates.mha_tflops, rates.absorbed_tflops, rates.gb_per_s) == (300, 260, 1350)
     assert rates.link_gb_per_s == pytest.approx(H200X8.all_gather.gb_per_s)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_has_times(family: str) -> None:
-    costs = PrefillCosts(Deployment(H200X8, read_model(tiny_config(family)), setting_of(2, 2)), 64)
-    assert 0 < costs.piece_us(8, 0) < costs.piece_us(8, 200) < costs.piece_us(64, 200)
 
 
 @pytest.mark.usefixtures("one_process_on_cpu")

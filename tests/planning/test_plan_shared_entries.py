@@ -11,21 +11,17 @@ from dcpmla.attention.layers.compressed.cache import CompressedPlan
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
-from dcpmla.planning.deployment import Deployment
-from dcpmla.planning.machine import H200X8
 from dcpmla.planning.recommend import make_plan
-from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
 from tests.planning.test_plan_truth import check as check_bytes
 from tests.support.deepseek_v41_files import save_v41
-
-PUBLISHED = Path(__file__).parent / "configs" / "deepseek_v41_flash.json"
+from tests.support.plan_cases import deployed, read_published
 
 
 @pytest.fixture(scope="module")
 def flash() -> ModelSize:
     """DeepSeek-V4.1-Flash as it is published."""
-    return read_model(load_config(PUBLISHED))
+    return read_published("deepseek_v41_flash")
 
 
 def test_parameters_are_as_published(flash: ModelSize) -> None:
@@ -40,11 +36,10 @@ def test_tables_are_cut_and_not_read(flash: ModelSize) -> None:
 
 def test_bytes_of_a_token_and_of_a_state_by_hand(flash: ModelSize) -> None:
     """Three caches of entries of two tokens, one of one; windows of 40 layers; an id of each token on each rank."""
-    fp8 = Setting(tp=8, dcp=8, kv_cache_dtype="fp8_ds_mla", index_cache_dtype="fp8")
-    plan = make_plan(Deployment(H200X8, flash, fp8), 1, 4096)
+    plan = make_plan(deployed(flash, 8, 8, "fp8_ds_mla", index_cache_dtype="fp8"), 1, 4096)
     assert plan.kv_bytes_per_token == -(-(3 / 2 + 1) * (585 + 132) // 1) + 8 * 4
     assert plan.bytes_per_state == 40 * 128 * 585 + 4 * 4 * 3 * 512
-    plain = make_plan(Deployment(H200X8, flash, Setting(tp=8, dcp=1, kv_cache_dtype="bf16")), 1, 4096)
+    plain = make_plan(deployed(flash, 8, 1), 1, 4096)
     assert plain.kv_bytes_per_token == (3 / 2 + 1) * 2 * (512 + 128) + 4
 
 

@@ -16,7 +16,7 @@ from dcpmla.planning.machine import H200X8, Machine
 from dcpmla.planning.recommend import Plan, make_plan, recommend
 from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
-from tests.support.plan_cases import ALL_REDUCE, make_plans, read_glm5, read_v3, read_v32, within
+from tests.support.plan_cases import ALL_REDUCE, deployed, make_plans, read_glm5, read_v3, read_v32, setting_of, within
 
 
 def test_expected_experts_are_those_of_a_simulation() -> None:
@@ -26,18 +26,9 @@ def test_expected_experts_are_those_of_a_simulation() -> None:
         assert expected_experts(256, 8, num_tokens) == pytest.approx(sum(hit) / len(hit), rel=0.02)
 
 
-def test_a_step_reads_the_experts_that_it_hits(v3: ModelSize) -> None:
-    """With one token a rank reads 8 of 256 experts: the whole step then reads far less than the weights."""
-    setting = Setting(tp=8, dcp=1, kv_cache_dtype="bf16")
-    one, many = (Deployment(H200X8, v3, setting).step_us(batch, 1024)["rest"] for batch in (1, 256))
-    expert_bytes = sum(p.count * p.shard_bytes(8) for p in v3.parameters if p.is_expert)
-    reading_all = expert_bytes / H200X8.hbm_gb_per_s / 1e3
-    assert one < 0.5 * reading_all < reading_all < many
-
-
 def test_drafts_by_hand(v3: ModelSize) -> None:
     """A step of 3 drafts takes what one of four times the requests takes, but for the cache, which is read once."""
-    plain = Setting(tp=8, dcp=2, kv_cache_dtype="bf16")
+    plain = setting_of(8, 2)
     drafted = replace(plain, num_speculative_tokens=3, acceptance_rate=0.5)
     assert drafted.tokens_a_step == 1 + 0.5 + 0.25 + 0.125
     long, wide = (Deployment(H200X8, v3, setting).step_us(4, 131072) for setting in (plain, drafted))
@@ -58,7 +49,7 @@ def test_the_floor_of_a_step_by_hand(v3: ModelSize) -> None:
     attention = latents + (1536 * 24576 + 512 * 32768 + 16384 * hidden) / 8
     codes = 61 * attention + 3 * 3 * hidden * 18432 / 8 + 58 * 9 * routed / 8
     wide = 58 * 256 * hidden + 129280 * hidden / 8  # gates and the head, in bfloat16
-    setting = Setting(tp=8, dcp=1, kv_cache_dtype="bf16")
+    setting = setting_of(8, 1)
     cache_bytes = 61 * 4096 * 576 * 2
     reading = (codes * (1 + 4 / 128**2) + 2 * wide + cache_bytes) / H200X8.hbm_gb_per_s / 1e3
     assert Deployment(H200X8, v3, setting).floor_us(1, 4096) == pytest.approx(reading, rel=1e-3)
@@ -77,13 +68,11 @@ def test_the_floor_of_a_step_by_hand(v3: ModelSize) -> None:
 )
 def test_crossover_is_where_dcp_starts_to_win(dcp: int, kv_cache_dtype: str, batch: int, context: int) -> None:
     model = read_v3()
-    sharded, plain = (Setting(tp=8, dcp=size, kv_cache_dtype=kv_cache_dtype) for size in (dcp, 1))
+    sharded, plain = (setting_of(8, size, kv_cache_dtype) for size in (dcp, 1))
 
     def gain(batch: int, context: int) -> float:
-        return (
-            Deployment(H200X8, model, plain).step_us(batch, context)["total"]
-            - Deployment(H200X8, model, sharded).step_us(batch, context)["total"]
-        )
+        times = [Deployment(H200X8, model, each).step_us(batch, context)["total"] for each in (plain, sharded)]
+        return times[0] - times[1]
 
     roomy = replace(H200X8, memory_bytes=1 << 50)  # A load that does not fit has no times.
     crossover = make_plan(Deployment(roomy, model, sharded), batch, context).crossover
@@ -95,25 +84,13 @@ def test_crossover_is_where_dcp_starts_to_win(dcp: int, kv_cache_dtype: str, bat
     assert first is None or (gain(first, context) > 0 and (first == 1 or gain(first - 1, context) <= 0))
 
 
-def test_a_large_batch_multiplies_with_the_activated_parameters(v3: ModelSize) -> None:
-    """DeepSeek-V3 activates 37e9 parameters a token (its report, section 1); one more costs two operations on each."""
-    setting = Setting(tp=1, dcp=1, kv_cache_dtype="bf16")
-    steps = [Deployment(H200X8, v3, setting).step_us(batch, 1) for batch in (1 << 20, 2 << 20)]
-    weights = [step["projections"] + step["rest"] for step in steps]
-    activated = (weights[1] - weights[0]) / (1 << 20) * H200X8.matmul_tflops * 1e6 / 2
-    assert activated == pytest.approx(37e9, rel=0.05)
-
-
 def test_a_tied_head_is_held_and_multiplied_like_another() -> None:
     sizes = {"num_hidden_layers": 1, "first_k_dense_replace": 1, "dtype": "bfloat16"}
     tied, untied = (
         read_model(transformers.DeepseekV3Config(**sizes, tie_word_embeddings=tie)) for tie in (True, False)
     )
     assert untied.weight_bytes(1) == tied.weight_bytes(1)
-    steps = [
-        Deployment(H200X8, model, Setting(tp=8, dcp=1, kv_cache_dtype="bf16")).step_us(8, 64)
-        for model in (tied, untied)
-    ]
+    steps = [deployed(model, 8, 1).step_us(8, 64) for model in (tied, untied)]
     assert steps[0]["rest"] == pytest.approx(steps[1]["rest"])
 
 
@@ -124,18 +101,11 @@ def test_all_reduce_is_near_what_we_measured() -> None:
     assert H200X8.all_reduce_us(8 << 20, 1) == 0
 
 
-def test_parts_are_those_of_the_issue_and_add_up(v3: ModelSize) -> None:
-    for dcp in (1, 8):
-        step = Deployment(H200X8, v3, Setting(tp=8, dcp=dcp, kv_cache_dtype="bf16")).step_us(32, 65536)
-        assert list(step) == ["total", "projections", "gather", "attention", "combine", "rest"]
-        assert step["total"] == pytest.approx(sum(time for part, time in step.items() if part != "total"))
-        assert (step["gather"] + step["combine"] == 0) == (dcp == 1)
-
-
 def test_output_projections_are_projections_and_their_all_reduce_is_rest(v3: ModelSize) -> None:
     """Of the attention layers alone; one request reads weights, so their bytes tell the time."""
     stack = v3.attention_stack
-    step = Deployment(H200X8, stack, Setting(tp=8, dcp=1, kv_cache_dtype="bf16")).step_us(1, 64)
+    assert stack is not None
+    step = deployed(stack, 8, 1).step_us(1, 64)
     assert step["rest"] == pytest.approx(61 * H200X8.all_reduce_us(7168 * 2, 8))
     matrices = (
         7168 * (1536 + 576) + (1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168) // 8
@@ -174,32 +144,22 @@ def test_groups_that_do_not_line_up_with_nodes_cross_them() -> None:
 
 
 def test_recommendation_fits_and_is_the_fastest(v3: ModelSize) -> None:
-    plans = [
-        make_plan(Deployment(H200X8, v3, Setting(tp=8, dcp=dcp, kv_cache_dtype="bf16")), 32, 131072)
-        for dcp in (1, 2, 4, 8)
-    ]
+    plans = make_plans(v3, 8, (1, 2, 4, 8), 32, 131072)
     best, reason = recommend(H200X8, plans, 32, 131072)
     assert (best.dcp, [plan.fits for plan in plans]) == (8, [False, False, False, True])
     assert "676,800 tokens only" in reason
-    plans = [
-        make_plan(Deployment(H200X8, v3, Setting(tp=8, dcp=dcp, kv_cache_dtype="bf16")), 1, 256) for dcp in (1, 2, 4, 8)
-    ]
+    plans = make_plans(v3, 8, (1, 2, 4, 8), 1, 256)
     best, reason = recommend(H200X8, plans, 1, 256)
     assert best.dcp == 1, "a short context is not worth an exchange"
 
 
 def test_recommendation_when_nothing_fits(v3: ModelSize) -> None:
-    plans = [
-        make_plan(Deployment(H200X8, v3, Setting(tp=8, dcp=dcp, kv_cache_dtype="bf16")), 32, 10_000_000)
-        for dcp in (1, 8)
-    ]
+    plans = make_plans(v3, 8, (1, 8), 32, 10_000_000)
     best, reason = recommend(H200X8, plans, 32, 10_000_000)
     assert (best, [plan.tokens_per_second for plan in plans]) == (None, [None, None])
     assert f"{plans[1]} holds most" in reason
     assert f"32 requests of {plans[1].longest_context:,}" in reason
-    best, reason = recommend(
-        H200X8, [make_plan(Deployment(H200X8, v3, Setting(tp=1, dcp=1, kv_cache_dtype="bf16")), 1, 1)], 1, 1
-    )
+    best, reason = recommend(H200X8, make_plans(v3, 1, (1,), 1, 1), 1, 1)
     assert best is None
     assert "more ranks (-tp)" in reason
 
@@ -275,7 +235,7 @@ def test_replicas_share_the_load_of_a_cluster(v3: ModelSize) -> None:
 
 def test_a_group_of_a_larger_job_may_straddle_nodes(v3: ModelSize) -> None:
     nodes_of_six = replace(H200X8, gpus_per_node=6)
-    alone, among = (Setting(tp=4, dcp=4, kv_cache_dtype="bf16", num_gpus=gpus) for gpus in (4, 12))
+    alone, among = (setting_of(4, 4, num_gpus=gpus) for gpus in (4, 12))
     assert [make_plan(Deployment(nodes_of_six, v3, setting), 8, 1024).dcp_num_nodes for setting in (alone, among)] == [
         1,
         2,
@@ -292,7 +252,7 @@ def test_a_sparse_step_attends_to_what_it_selects(read: Callable[[], ModelSize])
     sparse = read()
     dense = replace(sparse, attention=sparse.attention.dense_stack())
     for dcp in (1, 8):
-        setting = Setting(tp=8, dcp=dcp, kv_cache_dtype="bf16", index_cache_dtype="fp8")
+        setting = setting_of(8, dcp, index_cache_dtype="fp8")
         plain, few, more = (
             Deployment(H200X8, m, setting).step_us(32, s) for m, s in ((dense, 2048), (sparse, 2048), (sparse, 2049))
         )
@@ -313,7 +273,7 @@ def test_scores_read_this_ranks_index_keys(index_cache_dtype: str, key_bytes: in
     """
     reads, multiplies = replace(H200X8, attention_tflops=1e9), replace(H200X8, hbm_gb_per_s=1e9)
     for dcp in (1, 8):
-        setting = Setting(tp=8, dcp=dcp, kv_cache_dtype="bf16", index_cache_dtype=index_cache_dtype)
+        setting = setting_of(8, dcp, index_cache_dtype=index_cache_dtype)
 
         def key_us(machine: Machine, setting: Setting = setting) -> float:
             one, two = (

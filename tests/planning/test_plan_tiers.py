@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla.__main__ import main
-from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.integrations.offloading import make_host_memory
 from dcpmla.planning.deployment import Deployment
@@ -19,28 +19,25 @@ from dcpmla.planning.load import TierCosts
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.prefill import PrefillCosts
 from dcpmla.planning.recommend import Plan, make_plan
-from dcpmla.planning.setting import Setting
 from dcpmla.planning.tiers import load_costs, make_tiers, shortest_load
 from dcpmla.planning.weights import ModelSize
 from dcpmla.runtime.costs import TOKEN_COSTS, LoadCosts
 from tests.support.models import FAMILIES, tiny_config
-from tests.support.plan_cases import read_v3, write
+from tests.support.plan_cases import deployed, read_published, read_v3, write
 
 ROW = 61 * 576 * 2  # bytes of a token in DeepSeek-V3's layers, in bfloat16
-CONFIGS = Path(__file__).parent / "configs"
 CPU = torch.device("cpu")
 LAUNCHES_US = 61 * 10
 
 
 def plan_of(model: ModelSize, tp: int = 8, dcp: int = 8, context: int = 4096, num_gpus: int | None = None) -> Plan:
-    return make_plan(
-        Deployment(H200X8, model, Setting(tp=tp, dcp=dcp, kv_cache_dtype="bf16", num_gpus=num_gpus)), 1, context
-    )
+    return make_plan(deployed(model, tp, dcp, num_gpus=num_gpus), 1, context)
 
 
-def costs_of(model: ModelSize, dcp: int, tier: str = "host") -> TierCosts:
-    plan = plan_of(model, dcp=dcp)
-    return load_costs(PrefillCosts(Deployment(H200X8, model, plan), 8192))[tier]
+@cache
+def costs_of(dcp: int, tier: str = "host") -> TierCosts:
+    """Return the costs of DeepSeek-V3's loads on 8 ranks."""
+    return load_costs(PrefillCosts(Deployment(H200X8, read_v3(), plan_of(read_v3(), dcp=dcp)), 8192))[tier]
 
 
 @pytest.mark.parametrize("dcp", [1, 2, 8])
@@ -72,11 +69,10 @@ def test_a_load_has_the_bytes_of_the_cache(family: str) -> None:
     assert 0.9 * num_bytes <= loaded <= num_bytes  # pages of small blocks are padded
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek_v4_flash", "kimi_k3", "glm5_next"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v4_flash", "kimi_k3", "glm5_next"])
 def test_host_memory_holds_as_many_tokens_as_the_engine_makes_room_for(name: str) -> None:
     """The engine rounds the bytes of a layer's block up to pages."""
-    path = CONFIGS / f"{name}.json"
-    model = read_model(load_config(path)) if path.exists() else read_v3()
+    model = read_v3() if name == "deepseek_v3" else read_published(name)
     plan = plan_of(model, 8, 8, 1000)
     block = Deployment(H200X8, model, plan).block()
     host = make_tiers(H200X8, model, plan, 1000, 4)[1]
@@ -89,10 +85,10 @@ def test_host_memory_holds_as_many_tokens_as_the_engine_makes_room_for(name: str
 
 
 @pytest.mark.parametrize("dcp", [1, 4, 8])
-def test_each_rank_loads_its_part_over_its_own_link(dcp: int, v3: ModelSize) -> None:
+def test_each_rank_loads_its_part_over_its_own_link(dcp: int) -> None:
     """The last block counts whole. Disks are read before the copy to the GPU."""
     num_bytes = -(-100_000 // (64 * dcp)) * 64 * ROW
-    host, disk = (costs_of(v3, dcp, tier) for tier in ("host", "disk"))
+    host, disk = (costs_of(dcp, tier) for tier in ("host", "disk"))
     assert host.load_bytes(100_000) == num_bytes
     assert host.load_us(100_000) == pytest.approx(LAUNCHES_US + num_bytes / 50e3)
     assert disk.load_us(100_000) == pytest.approx(LAUNCHES_US + num_bytes / 50e3 + num_bytes / 5e3)
@@ -100,15 +96,13 @@ def test_each_rank_loads_its_part_over_its_own_link(dcp: int, v3: ModelSize) -> 
 
 @given(dcp=st.sampled_from([1, 8]), num_tokens=st.integers(1, 1 << 20), context=st.integers(0, 1 << 20))
 def test_the_cheaper_way_is_chosen(dcp: int, num_tokens: int, context: int) -> None:
-    model = read_v3()
-    pieces = PrefillCosts(Deployment(H200X8, model, plan_of(model, dcp=dcp)), 8192)
-    costs: LoadCosts = costs_of(model, dcp)
+    pieces, costs = PrefillCosts(deployed(read_v3(), 8, dcp), 8192), costs_of(dcp)
     num_bytes = -(-num_tokens // (64 * dcp)) * 64 * ROW
     is_cheaper = LAUNCHES_US + num_bytes / 50e3 < pieces.piece_us(num_tokens, context)
     assert costs.should_load(num_tokens, context) == is_cheaper
 
 
-def test_a_tiny_model_prefills_what_a_slow_link_would_load(v3: ModelSize) -> None:
+def test_a_tiny_model_prefills_what_a_slow_link_would_load() -> None:
     """Launches of a load take longer than the products of a few tokens. By default, everything is loaded."""
     model = read_model(tiny_config("deepseek_v3"))
     plan = plan_of(model, 1, 1, 128)
@@ -116,18 +110,18 @@ def test_a_tiny_model_prefills_what_a_slow_link_would_load(v3: ModelSize) -> Non
     assert not slow.should_load(64, 0)
     default: LoadCosts = TOKEN_COSTS
     assert default.should_load(1, 0)
-    fast = costs_of(v3, 8)
+    fast = costs_of(8)
     assert fast.should_load(512, 0)
     assert fast.should_load(512, 100_000)
 
 
 def test_the_shortest_load(v3: ModelSize) -> None:
     """Longer contexts are loaded as well, shorter ones are not; from disks it takes more tokens."""
-    host, disk = (shortest_load(costs_of(v3, 1, tier)) for tier in ("host", "disk"))
+    host, disk = (shortest_load(costs_of(1, tier)) for tier in ("host", "disk"))
     assert host is not None
     assert disk is not None
     assert 1 <= host < disk
-    costs = costs_of(v3, 1, "disk")
+    costs = costs_of(1, "disk")
     assert not costs.should_load(disk - 1, 0)
     assert all(costs.should_load(disk * 2**power, 0) for power in range(12))
     plan = plan_of(v3)
@@ -152,8 +146,10 @@ def test_command_prints_tiers(tmp_path: Path, capfd: pytest.CaptureFixture[str])
         assert f"loading from {source} is faster from {content['loads_from'][name]:,} tokens on" in printed
 
 
-def test_command_without_tiers_prints_none(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_command_without_tiers_and_rate_prints_neither(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config, out = write(tmp_path / "config.json", tiny_config("deepseek_v3").to_dict()), tmp_path / "plan.json"
     assert main(["plan", "--model", config, "-tp", "8", "--context", "200", "--json", str(out)]) == 0
-    assert json.loads(out.read_text())["tiers"] is None
-    assert "tiers of the cache" not in capfd.readouterr().out
+    content, printed = json.loads(out.read_text()), capfd.readouterr().out
+    for name, title in (("tiers", "tiers of the cache"), ("split", "prefill and decode servers")):
+        assert content[name] is None
+        assert title not in printed

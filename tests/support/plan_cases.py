@@ -8,6 +8,7 @@ from typing import Any
 
 import transformers
 
+from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.machine import H200X8
@@ -17,6 +18,7 @@ from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+CONFIGS = Path(__file__).parents[1] / "planning" / "configs"
 LAYER = RESULTS / "h200x4" / "layer.json"
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 NUM_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -85,11 +87,19 @@ def layer_row(part: str, **fields: Any) -> Row:
     return {"part": part, **setting, **sizes, **fields}
 
 
+def setting_of(tp: int, dcp: int, kv_cache_dtype: str = "bf16", **more: Any) -> Setting:
+    return Setting(tp=tp, dcp=dcp, kv_cache_dtype=kv_cache_dtype, **more)
+
+
+def deployed(model: ModelSize, tp: int, dcp: int, kv_cache_dtype: str = "bf16", **more: Any) -> Deployment:
+    """Deploy a model on the preset."""
+    return Deployment(H200X8, model, setting_of(tp, dcp, kv_cache_dtype, **more))
+
+
 def make_plans(
     model: ModelSize, tp: int, dcps: Sequence[int], batch: int, context: int, num_gpus: int | None = None
 ) -> list[Plan]:
-    settings = (Setting(tp=tp, dcp=dcp, kv_cache_dtype="bf16", num_gpus=num_gpus) for dcp in dcps)
-    return [make_plan(Deployment(H200X8, model, setting), batch, context) for setting in settings]
+    return [make_plan(deployed(model, tp, dcp, num_gpus=num_gpus), batch, context) for dcp in dcps]
 
 
 @cache
@@ -108,6 +118,16 @@ def read_v32() -> ModelSize:
 def read_glm5() -> ModelSize:
     """GLM-5 with IndexCache: after the first layers, one of four selects."""
     return read_model(transformers.GlmMoeDsaConfig(dtype="bfloat16", index_topk_freq=4))
+
+
+@cache
+def read_published(name: str) -> ModelSize:
+    """Read a config of `configs`: a model as its checkpoint stores it."""
+    return read_model(load_config(CONFIGS / f"{name}.json"))
+
+
+def read_v4() -> ModelSize:
+    return read_published("deepseek_v4_flash")
 
 
 def write(path: Path, content: Any) -> str:

@@ -3,43 +3,42 @@
 import ast
 import re
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import dcpmla
 
 PACKAGE = Path(dcpmla.__file__).parent
-ROOMS = {  # first part of a module's name under dcpmla -> floor
-    "config": 0,
-    "fields": 0,
-    "indexer_config": 0,
-    "hf_quantization": 0,
-    "ownership": 0,
-    "merge": 0,
-    "operators": 0,
-    "own_files": 0,
-    "upload": 0,
-    "parallel": 1,
-    "cache": 2,
-    "comm": 2,
-    "attention": 3,
-    "model": 4,
-    "transfer": 4,
-    "text": 4,
-    "runtime": 5,
-    "planning": 5,
-    "job": 5,
-    "integrations": 6,
-    "llm": 7,
-    "extras": 7,
-    "serving": 7,
-    "cli": 7,
-    "bench": 7,
-    "__main__": 7,
-}
 GROUND_FLOOR = 0  # its files are one room: pure math may use pure math
-CORE = ROOMS["attention"]  # the last floor of the core
+CORE = 3  # the last floor of the core
+
+
+def metadata() -> dict[str, Any]:
+    """Return what pyproject.toml declares of the package."""
+    return tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+
+
+def quoted(text: str) -> list[str]:
+    """Return what a page writes in backticks, each on one line."""
+    return [" ".join(found.split()) for found in re.findall(r"`([^`]+)`", text)]
+
+
+def section_of_rooms() -> str:
+    """Return the section of docs/structure.md that lists the rooms and their floors."""
+    page = (PACKAGE.parent / "docs" / "structure.md").read_text()
+    return page.partition("## Floors and rooms\n")[2].partition("\n## ")[0]
+
+
+def read_rooms() -> dict[str, int]:
+    """Return the floor of each first part of a module's name under dcpmla."""
+    rows = re.findall(r"^\| (\d) \| ([^|]+) \|", section_of_rooms(), re.MULTILINE)
+    return {re.sub(r"\.py$|/$", "", name): int(floor) for floor, names in rows for name in quoted(names)}
+
+
+ROOMS = read_rooms()
 
 
 def module_name(path: Path) -> str:
