@@ -10,7 +10,7 @@ from typing import Any, get_args, get_type_hints
 
 from dcpmla.fields import Rule, rules_of
 
-_METAVARS = {int: "N", float: "X", str: "TEXT"}
+_METAVARS = {int: "N", float: "X"}
 
 
 def add_fields(
@@ -59,12 +59,12 @@ def _keywords(field: Field[Any], hint: Any, rule: Rule | None) -> dict[str, Any]
         keywords |= {"nargs": "+", "type": reader(rule.items, kind)}
     else:  # floats and texts are checked by the dataclass
         keywords["type"] = reader(rule) if kind is int and rule is not None else kind
-    return keywords | {"metavar": _METAVARS[kind]}
+    return keywords | {"metavar": _METAVARS.get(kind) or field.name.rpartition("_")[2].upper()}
 
 
 def _scalar(hint: Any) -> Any:
     """Return the type of an option's values: int of `int | None`, str of `Sequence[str]`."""
-    return hint if hint in _METAVARS else next(filter(None, map(_scalar, get_args(hint))), None)
+    return hint if hint in (int, float, str) else next(filter(None, map(_scalar, get_args(hint))), None)
 
 
 def values_of(kind: type, args: argparse.Namespace) -> dict[str, Any]:

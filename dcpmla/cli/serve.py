@@ -25,16 +25,6 @@ from dcpmla.serving.messages import Opened
 from dcpmla.serving.settings import ServeOptions, Settings, is_loopback
 
 _KEY, _TRANSFER_KEY = "DCPMLA_API_KEY", "DCPMLA_TRANSFER_KEY"
-_METAVARS = {
-    "served_model_name": "NAME",
-    "chat_template": "FILE",
-    "tool_call_parser": "NAME",
-    "reasoning_parser": "NAME",
-    "prefill_servers": "URL",
-    "api_key": "KEY",
-    "transfer_key": "KEY",
-    "allowed_origins": "ORIGIN",
-}
 _logger = logging.getLogger(__name__)
 
 
@@ -42,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `serve`."""
     parser.set_defaults(run=run)
     add_engine_arguments(parser)
-    add_fields(parser, ServeOptions, "server", changes={name: {"metavar": text} for name, text in _METAVARS.items()})
+    add_fields(parser, ServeOptions, "server")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -67,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
         link = None
         if options.role != "both":
             job.watchdog.enter("connecting to the network of transfers", LOAD_TIMEOUT)
-            if not _hosts_outside(options) and os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+            if not _hosts_outside(options) and job.ranks.num_local_ranks == job.ranks.num_ranks:
                 os.environ.setdefault("UCX_NET_DEVICES", "lo")  # UCX listens for this host's servers alone
             with needed_by(f"--role {options.role}"):
                 link = link_engine(engine, files, options.role)

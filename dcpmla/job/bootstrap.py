@@ -72,7 +72,7 @@ def assign_device(device: str, launch: LaunchInfo) -> Ranks:
         raise ValueError(f"device (--device) is {device!r}; choose one of {', '.join(DEVICES)}")
     num_gpus, num_local = torch.cuda.device_count(), launch.num_local_ranks
     if device == "cpu" or (device == "auto" and num_gpus == 0):
-        # transformers puts a tensor-parallel model on any accelerator that it sees, so it must see none.
+        # Libraries that look for GPUs themselves must see none.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return Ranks(**vars(launch), device=torch.device("cpu"))
     if num_gpus < num_local:
@@ -107,8 +107,6 @@ def distributed(ranks: Ranks, timeout: timedelta) -> Iterator[dist.Store]:
 def process_groups(ranks: Ranks, store: dist.Store, timeout: timedelta) -> Iterator[None]:
     """Initialize torch.distributed (NCCL on GPUs, gloo on CPUs) for a block, and shut it down afterwards.
 
-    Under mpirun and srun the block sees torchrun's variables, because transformers' tensor-parallel loading reads them.
-
     A ValueError is raised on every rank (see `agree`), so the groups are shut down after it too. After any other
     exception the peers, if there are any, may be gone and waiting for them could hang, so the groups are left for the
     end of the process.
@@ -133,8 +131,7 @@ def process_groups(ranks: Ranks, store: dist.Store, timeout: timedelta) -> Itera
         device_id=ranks.device if on_gpu else None,
     )
     try:
-        with _torchrun_variables(ranks):
-            yield
+        yield
     except BaseException as error:
         if isinstance(error, ValueError) or ranks.num_ranks == 1:
             # NCCL waits for the end of graphs that hold its operations, and the error's frames hold graphs.
@@ -144,28 +141,6 @@ def process_groups(ranks: Ranks, store: dist.Store, timeout: timedelta) -> Itera
         raise
     dist.barrier()
     dist.destroy_process_group()
-
-
-@contextmanager
-def _torchrun_variables(launch: LaunchInfo) -> Iterator[None]:
-    """Set torchrun's variables for a block, and only there: later, `find_launch_info` would take them for torchrun's
-    own.
-    """
-    if launch.launcher not in ("mpirun", "srun"):
-        yield
-        return
-    numbers = {
-        "RANK": launch.rank,
-        "WORLD_SIZE": launch.num_ranks,
-        "LOCAL_RANK": launch.local_rank,
-        "LOCAL_WORLD_SIZE": launch.num_local_ranks,
-    }
-    os.environ.update({name: str(number) for name, number in numbers.items()})
-    try:
-        yield
-    finally:
-        for name in numbers:
-            del os.environ[name]
 
 
 def _keep_flight_records() -> None:

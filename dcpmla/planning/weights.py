@@ -100,12 +100,11 @@ class ModelSize:
         return replace(self, parameters=tuple(parameter.widened() for parameter in self.parameters))
 
     @cached_property
-    def attention_stack(self) -> "ModelSize | None":
+    def attention_stack(self) -> "ModelSize":
         """Its attention layers alone, as `MLAAttention` holds them; of sparse MLA without indexers, as benchmarks of
-        layers have it. None without layers of MLA.
+        layers have it.
         """
-        attention = self.attention.dense_stack()
-        if attention is None:
-            return None
         layers = (each for each in self.parameters if each.part == "attention" and ".indexer." not in each.name)
+        attention = self.attention.dense_stack()
+        assert attention is not None
         return replace(self, attention=attention, parameters=tuple(layer.widened() for layer in layers))

@@ -61,17 +61,14 @@ def test_too_few_gpus(asked: str, num_gpus: int, monkeypatch: pytest.MonkeyPatch
 
 
 def check_met(lines: list[dict[str, Any]], local_ranks: list[int], launcher: str) -> None:
-    """Check that all ranks are there with their numbers, and that torchrun's variables agree."""
+    """Check that all ranks are there with their numbers."""
     size = len(local_ranks)
     assert [line["rank"] for line in lines] == list(range(size))
     assert [line["local_rank"] for line in lines] == local_ranks
     assert all(line["sum"] == sum(10.0**rank for rank in range(size)) for line in lines)
     assert [line["neighbour"] for line in lines] == [(rank + 1) % size for rank in range(size)]
     for line in lines:
-        env = line["environment"]
-        own = [str(number) for number in (line["rank"], size, line["local_rank"])]
-        assert [env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == own
-        here = f"{env['LOCAL_WORLD_SIZE']} of them on this host"
+        here = f"{line['num_local_ranks']} of them on this host"
         assert line["origin"] == f"{size} ranks, {here}, started by {launcher}, on CPUs"
 
 
@@ -89,7 +86,7 @@ def test_srun() -> None:
     """Two tasks on one node and one on another meet on a port derived from the job."""
     lines = read_lines(run_forked(srun(MEET, [2, 1], "localhost,elsewhere")))
     check_met(lines, [0, 1, 0], "srun")
-    assert [line["environment"]["LOCAL_WORLD_SIZE"] for line in lines] == ["2", "2", "1"]
+    assert [line["num_local_ranks"] for line in lines] == [2, 2, 1]
 
 
 def test_slurm_script(tmp_path: Path) -> None:
@@ -153,15 +150,14 @@ def test_a_first_rank_that_is_none(fault: str) -> None:
 
 
 def test_a_launch_is_read_as_often_as_one_likes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun's variables, set for transformers, are gone with the process groups."""
+    """Process groups leave no variable that another launcher would set."""
     alone = "srun SLURM_NTASKS=1 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_STEP_TASKS_PER_NODE=1"
     for name, value in env_of(alone).items():
         monkeypatch.setenv(name, value)
     for _ in range(2):
         ranks = read_launcher("cpu")
         with process_groups(ranks, dist.HashStore(), SOON):
-            assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "1")
-        assert "RANK" not in os.environ
+            assert (ranks.rank, ranks.num_ranks, ranks.launcher) == (0, 1, "srun")
 
 
 def test_groups_end_after_what_an_error_holds(monkeypatch: pytest.MonkeyPatch) -> None:

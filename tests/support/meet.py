@@ -14,14 +14,7 @@ import torch.distributed as dist
 
 from dcpmla.job.bootstrap import distributed, read_launcher
 
-VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "TORCH_FR_BUFFER_SIZE",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT",
-)
+VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT")
 
 
 def main(seconds: str, *attributes: str) -> None:
@@ -40,6 +33,7 @@ def main(seconds: str, *attributes: str) -> None:
     found = {
         "rank": ranks.rank,
         "local_rank": ranks.local_rank,
+        "num_local_ranks": ranks.num_local_ranks,
         "origin": ranks.origin,
         "sum": total.item(),
         "neighbour": neighbour,
