@@ -4,7 +4,6 @@ forgotten first.
 
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -104,27 +103,6 @@ def test_blocks_that_hold_nothing_to_be_found_go_first() -> None:
     assert find(allocator, [1, 2, 3, 4]) == known
 
 
-def test_a_shared_block_stays_until_the_last_holder_goes() -> None:
-    allocator = BlockAllocator(2, BLOCK)
-    blocks = hold(allocator, [1, 2, 3, 4])
-    allocator.share(blocks[:1])
-    allocator.free(blocks)
-    assert allocator.num_free == 1
-    assert allocator.allocate(1) == blocks[1:]
-    with pytest.raises(ValueError, match="only 0 of 2 blocks are free"):
-        allocator.allocate(1)
-    allocator.free(blocks[:1])
-    assert find(allocator, [1, 2, 3, 4]) == blocks[:1]
-
-
-def test_the_same_tokens_after_others_are_another_content() -> None:
-    allocator = BlockAllocator(8, BLOCK)
-    blocks = hold(allocator, [1, 2, 3, 4])
-    assert find(allocator, [3, 4]) == []
-    assert find(allocator, [1, 2, 1, 2]) == blocks[:1]
-    assert find(allocator, [1]) == []
-
-
 def test_two_that_computed_the_same_share_what_follows() -> None:
     allocator = BlockAllocator(8, BLOCK)
     first, twin = hold(allocator, [1, 2]), hold(allocator, [1, 2])
@@ -152,8 +130,3 @@ def test_tokens_of_a_large_vocabulary() -> None:
     assert find(allocator, [163_000, 1]) == []
     assert find(allocator, [163_000 - (1 << 16), 1 << 40]) == []
     assert find(allocator, [163_000, 1 << 41]) == []
-
-
-def test_block_tokens() -> None:
-    with pytest.raises(ValueError, match="block_tokens is 0; it must be at least 1"):
-        BlockAllocator(4, 0)

@@ -19,82 +19,54 @@ from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.scheduler import Scheduler
 from dcpmla.runtime.speculation import Speculation
-from tests.runtime.test_engine import Load, check_limits, check_totals, loads
+from tests.runtime.test_engine import check_limits, check_totals
+from tests.support.engine_loads import Load, loads, serve
 from tests.support.hash_model import (
     BLOCK,
-    EOS,
     VOCAB_SIZE,
     HashDrafter,
     HashModel,
     Letters,
-    alone,
     alone_ignoring_eos,
     drive,
     make_engine,
 )
 
+DRAFTS = {"num_drafts": st.integers(1, 6), "share": st.sampled_from([0.0, 0.5, 0.9, 1.0]), "seed": st.integers(0, 99)}
 
-@given(
-    load=loads(),
-    num_drafts=st.integers(1, 6),
-    share=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
-    with_graph=st.booleans(),
-    ahead=st.booleans(),
-    abort_at=st.integers(1, 30),
-)
+
+@given(load=loads(aborts=True), **DRAFTS, with_graph=st.booleans(), ahead=st.booleans())
 def test_every_request_gets_what_it_gets_alone(
-    load: Load, num_drafts: int, share: float, with_graph: bool, ahead: bool, abort_at: int
+    load: Load, num_drafts: int, share: float, seed: int, with_graph: bool, ahead: bool
 ) -> None:
     """With drafts right and wrong, at the ends of blocks and of requests, under preemption and aborts."""
-    limits = load.num_blocks, load.max_num_batched_tokens, load.max_num_seqs
-    drafter = HashDrafter(num_drafts, share, abort_at, ahead=ahead)
-    engine = make_engine(*limits, with_graph=with_graph, drafter=drafter)
-    requests: dict[int, Request] = {}
-    finished: list[Request] = []
-    num_steps = 0
-    while len(requests) < len(load.prompts) or engine.has_requests:
-        for index, (prompt, num_new, arrival) in enumerate(load.prompts):
-            if index not in requests and (arrival <= num_steps or not engine.has_requests):
-                requests[index] = engine.add(prompt, SamplingParams(max_new_tokens=num_new), request_id=index)
-        finished += engine.step().finished
-        num_steps += 1
-        if num_steps == abort_at:
-            engine.abort(next(iter(requests.values())))
+    engine = make_engine(*load.limits, with_graph=with_graph, drafter=HashDrafter(num_drafts, share, seed, ahead=ahead))
+
+    def step() -> None:
+        engine.step()
         if not with_graph:  # whose model sees rows of padding
             check_limits(engine, load)
-    for index, (prompt, num_new, _) in enumerate(load.prompts):
-        request, expected = requests[index], alone(prompt, num_new)
-        if request.finish_reason == "abort":
-            assert request.token_ids == expected[: len(request.token_ids)]
-            continue
-        assert request.token_ids == expected, (index, request.num_preemptions)
-        assert request.finish_reason == ("stop" if request.token_ids[-1] == EOS else "length")
+
+    serve(engine, load, step)
     assert engine.allocator.num_free == load.num_blocks
 
 
-@given(
-    load=loads(),
-    num_drafts=st.integers(1, 6),
-    share=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
-    choice=st.integers(0, 99),
-)
-def test_sampled_requests_get_what_they_get_without_drafts(
-    load: Load, num_drafts: int, share: float, choice: int
-) -> None:
+@given(load=loads(), **DRAFTS)
+def test_draws_are_those_without_drafts_and_graphs(load: Load, num_drafts: int, share: float, seed: int) -> None:
     """In steps that are launched ahead of how many random numbers are used up, greedy requests among them."""
-    outcomes = []
-    for drafter in (None, HashDrafter(num_drafts, share, choice, ahead=True)):
-        limits = load.num_blocks, load.max_num_batched_tokens, load.max_num_seqs
-        engine = make_engine(*limits, with_graph=True, drafter=drafter)
-        params = [
-            SamplingParams(max_new_tokens=num_new, temperature=40.0 * (index % 3), seed=index)
-            for index, (_, num_new, _) in enumerate(load.prompts)
-        ]
-        requests = [engine.add(prompt, own) for (prompt, _, _), own in zip(load.prompts, params, strict=True)]
-        list(engine.run())
-        outcomes.append([request.token_ids for request in requests])
+
+    def outcome(**options: Any) -> list[tuple[list[int], str | None]]:
+        engine, requests = make_engine(*load.limits, **options), list[Request]()
+        for index, ask in enumerate(load.asks):
+            params = SamplingParams(max_new_tokens=ask.num_new, temperature=40.0 * (index % 3), seed=index)
+            requests.append(engine.add(ask.prompt, params))
+        assert len(list(engine.run())) == len(requests)
         assert engine.allocator.num_free == load.num_blocks
-    assert outcomes[0] == outcomes[1]
+        return [(request.token_ids, request.finish_reason) for request in requests]
+
+    plain, drafter = outcome(), HashDrafter(num_drafts, share, seed, ahead=True)
+    assert outcome(with_graph=True) == plain
+    assert outcome(with_graph=True, drafter=drafter) == plain
 
 
 def test_right_drafts_save_steps() -> None:

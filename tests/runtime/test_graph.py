@@ -19,9 +19,7 @@ from dcpmla.config import DCPConfig
 from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.graph_inputs import GraphInputs
 from dcpmla.runtime.graph_sizes import GraphLimits, GraphSize, decode_sizes
-from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
-from tests.runtime.test_engine import Load, loads
 from tests.support.hash_model import BLOCK, MESH, HashModel, make_engine
 
 DCP = DCPConfig(block_size=BLOCK)
@@ -226,21 +224,6 @@ def test_the_decode_workspace_is_made_once(monkeypatch: pytest.MonkeyPatch) -> N
     of_graph, of_engine = made
     assert [decode and id(decode.workspace) for decode in used] == [None, *[id(of_graph)] * 2, *[id(of_engine)] * 3]
     assert step_of(requests_of([1])).decode.workspace is made[2]  # type: ignore[union-attr]
-
-
-def outcomes(load: Load, with_graph: bool) -> list[tuple[list[int], str | None]]:
-    engine = make_engine(load.num_blocks, load.max_num_batched_tokens, load.max_num_seqs, with_graph=with_graph)
-    requests: list[Request] = [
-        engine.add(prompt, SamplingParams(max_new_tokens=num_new, temperature=index % 2, seed=index))
-        for index, (prompt, num_new, _) in enumerate(load.prompts)
-    ]
-    assert len(list(engine.run())) == len(requests)
-    return [(request.token_ids, request.finish_reason) for request in requests]
-
-
-@given(load=loads())
-def test_engine_with_and_without_graph(load: Load) -> None:
-    assert outcomes(load, with_graph=True) == outcomes(load, with_graph=False)
 
 
 def test_engine_says_which_graph_runs() -> None:

@@ -1,110 +1,37 @@
 """Engines with host memory behind a tiny cache: every request gets the tokens that it gets alone."""
 
-from dataclasses import dataclass
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla.cache.host import HostMemory
 from dcpmla.runtime import offload
-from dcpmla.runtime.engine import Engine
-from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
-from tests.support.hash_model import BLOCK, EOS, alone, alone_ignoring_eos, make_engine
+from tests.support.costs import DrawnLoadCosts
+from tests.support.engine_loads import Load, check_empty, loads, serve
+from tests.support.hash_model import BLOCK, alone, alone_ignoring_eos, make_engine
 from tests.support.late_memory import LateMemory
 
 
-class DrawnLoadCosts:
-    """Choices that depend on the numbers of tokens alone, and are otherwise arbitrary."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def should_load(self, num_tokens: int, context: int) -> bool:
-        return self._seed == 0 or hash((self._seed, num_tokens, context)) % 3 > 0
-
-
-@dataclass(frozen=True)
-class Load:
-    """Prompts are a shared beginning and an own end; each arrives after a number of steps, and may be aborted."""
-
-    prompts: list[tuple[list[int], int, int, int]]  # tokens, max_new_tokens, step of arrival, steps until an abort
-    num_blocks: int
-    num_host_blocks: int
-    num_stored_together: int
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    costs: int
-    num_polls: int
-    with_graph: bool
-
-
-@st.composite
-def loads(draw: st.DrawFn) -> Load:
-    tokens = st.lists(st.integers(0, EOS - 1), min_size=4, max_size=20)
-    beginnings = draw(st.lists(tokens, min_size=1, max_size=4))
-    prompts = []
-    for _ in range(draw(st.integers(1, 12))):
-        prompt = [*draw(st.sampled_from(beginnings)), *draw(st.lists(st.integers(0, EOS - 1), min_size=1, max_size=6))]
-        abort = draw(st.sampled_from([1000, 1000, 1000, 0, 1, 3]))
-        prompts.append((prompt, draw(st.integers(1, 10)), draw(st.integers(0, 20)), abort))
-    largest = max(-(-(len(prompt) + num_new - 1) // BLOCK) for prompt, num_new, *_ in prompts)
-    return Load(
-        prompts,
-        num_blocks=largest + draw(st.integers(0, 6)),
-        num_host_blocks=draw(st.sampled_from([1, 4, 10, 100])),
-        num_stored_together=draw(st.sampled_from([1, 3, 32])),
-        max_num_batched_tokens=draw(st.sampled_from([3, 7, 64])),
-        max_num_seqs=draw(st.sampled_from([1, 2, 16])),
-        costs=draw(st.integers(0, 3)),
-        num_polls=draw(st.sampled_from([0, 1, 4, 1000])),
-        with_graph=draw(st.booleans()),
-    )
-
-
-def check_empty(engine: Engine) -> None:
-    """Assert that no block is held once all loads have ended, and each slot of host memory has at most one key."""
-    assert engine.allocator.num_free == engine.allocator.num_blocks
-    while not engine._agreement.progress.is_empty:
-        engine.step()
-    blocks = engine.scheduler.tier.blocks
-    assert len(blocks) + len(blocks._free) == blocks.num_slots
-    assert len({*blocks._slots.values(), *blocks._free}) == blocks.num_slots
-    assert not blocks._holders
-
-
-@given(load=loads())
-def test_every_request_gets_what_it_gets_alone(load: Load) -> None:
+@given(
+    load=loads(most=12, longest=20, latest=20, aborts=True),
+    num_host_blocks=st.sampled_from([1, 4, 10, 100]),
+    num_stored_together=st.sampled_from([1, 3, 32]),
+    costs=st.integers(0, 3),
+    num_polls=st.sampled_from([0, 1, 4, 1000]),
+    with_graph=st.booleans(),
+)
+def test_every_request_gets_what_it_gets_alone(
+    load: Load, num_host_blocks: int, num_stored_together: int, costs: int, num_polls: int, with_graph: bool
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload, "_STORED_TOGETHER", load.num_stored_together)
-        patch.setattr(LateMemory, "num_polls", load.num_polls)
-        serve(load)
-
-
-def serve(load: Load) -> Engine:
-    limits = load.num_blocks, load.max_num_batched_tokens, load.max_num_seqs
-    options = {"num_host_blocks": load.num_host_blocks, "with_graph": load.with_graph, "mixed": load.with_graph}
-    engine = make_engine(*limits, memory=LateMemory, **options)
-    engine.scheduler.reuse._costs = DrawnLoadCosts(load.costs)
-    requests: dict[int, Request] = {}
-    num_steps = 0
-    while len(requests) < len(load.prompts) or engine.has_requests:
-        for index, (prompt, num_new, arrival, abort) in enumerate(load.prompts):
-            if arrival == num_steps:
-                requests[index] = engine.add(prompt, SamplingParams(max_new_tokens=num_new))
-            if arrival + abort == num_steps:
-                engine.abort(requests[index])
-        if engine.has_requests:
-            engine.step()
-        num_steps += 1
-        assert num_steps < 5000
-    for index, (prompt, num_new, *_) in enumerate(load.prompts):
-        expected = alone(prompt, num_new)
-        assert requests[index].token_ids == expected[: len(requests[index].token_ids)]
-        assert requests[index].finish_reason == "abort" or requests[index].token_ids == expected
-    check_empty(engine)
-    return engine
+        patch.setattr(offload, "_STORED_TOGETHER", num_stored_together)
+        patch.setattr(LateMemory, "num_polls", num_polls)
+        options = {"num_host_blocks": num_host_blocks, "with_graph": with_graph, "mixed": with_graph}
+        engine = make_engine(*load.limits, memory=LateMemory, **options)
+        engine.scheduler.reuse._costs = DrawnLoadCosts(costs)
+        serve(engine, load)
+        check_empty(engine)
 
 
 @pytest.mark.parametrize("memory", [HostMemory, LateMemory])
