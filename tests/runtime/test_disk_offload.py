@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -101,15 +101,21 @@ def disk_of(engine: Engine) -> DiskOffload:
     return engine.offload.disk
 
 
+def engine_with_prompt_on_disk(open_disk: Any, num_blocks: int = 8, others: Sequence[list[int]] = OTHERS) -> Engine:
+    """Return an engine that has served the prompt, whose blocks the others have pushed out of host memory since."""
+    engine = make_engine(num_blocks, num_host_blocks=9, open_disk=open_disk)
+    for prompt in (PROMPT, *others):
+        answer(engine, prompt)
+        settle(engine)
+    return engine
+
+
 FULL = (len(PROMPT) - 1) // BLOCK * BLOCK  # tokens of its full blocks
 
 
 @pytest.mark.parametrize("open_disk", [late_disk, threaded_disk])
 def test_a_prompt_that_has_left_host_memory_comes_from_the_disk(open_disk: Any, tmp_path: Path) -> None:
-    engine = make_engine(8, num_host_blocks=9, open_disk=open_disk(tmp_path, 40))
-    for prompt in (PROMPT, *OTHERS):
-        answer(engine, prompt)
-        settle(engine)
+    engine = engine_with_prompt_on_disk(open_disk(tmp_path, 40))
     assert answer(engine, PROMPT).num_cached_tokens == FULL
     assert disk_of(engine).loaded.blocks == FULL // BLOCK
     assert disk_of(engine).loaded.bytes == FULL // BLOCK * 4096
@@ -199,10 +205,7 @@ def test_ranks_whose_disks_fail_differently(num_ranks: int, tmp_path: Path) -> N
 
 def test_an_abort_while_blocks_are_read(tmp_path: Path) -> None:
     """The blocks arrive, and serve the next request; a second one that waits for them goes on."""
-    engine = make_engine(8, num_host_blocks=9, open_disk=late_disk(tmp_path, 40, num_polls=0))
-    for prompt in (PROMPT, *OTHERS):
-        answer(engine, prompt)
-        settle(engine)
+    engine = engine_with_prompt_on_disk(late_disk(tmp_path, 40, num_polls=0))
     disk = disk_of(engine)
     disk._files.blocks._num_polls = 20
     first, second = (engine.add(PROMPT, SamplingParams(max_new_tokens=3)) for _ in range(2))
@@ -218,10 +221,8 @@ def test_an_abort_while_blocks_are_read(tmp_path: Path) -> None:
 
 
 def test_others_run_while_blocks_are_read(tmp_path: Path) -> None:
-    engine = make_engine(16, num_host_blocks=9, open_disk=late_disk(tmp_path, 60, num_polls=0))
-    for prompt in (PROMPT, *OTHERS, OTHERS[0][::-1], OTHERS[1][1:]):
-        answer(engine, prompt)
-        settle(engine)
+    others = *OTHERS, OTHERS[0][::-1], OTHERS[1][1:]
+    engine = engine_with_prompt_on_disk(late_disk(tmp_path, 60, num_polls=0), 16, others)
     disk_of(engine)._files.blocks._num_polls = 50
     read = engine.add(PROMPT, SamplingParams(max_new_tokens=3))
     other = engine.add([9, 9, 9], SamplingParams(max_new_tokens=12, ignore_eos=True))
@@ -255,10 +256,7 @@ def test_host_memory_keeps_the_beginning_while_the_end_is_read(tmp_path: Path, m
 
 
 def test_no_request_waits_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(8, num_host_blocks=9, open_disk=late_disk(tmp_path, 40, num_polls=0))
-    for prompt in (PROMPT, *OTHERS):
-        answer(engine, prompt)
-        settle(engine)
+    engine = engine_with_prompt_on_disk(late_disk(tmp_path, 40, num_polls=0))
     disk = disk_of(engine)
     disk._files.blocks._num_polls = 10**12
     monkeypatch.setattr(disk_offload, "_MOST_SECONDS", 0.2)

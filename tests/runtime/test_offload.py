@@ -134,15 +134,3 @@ def test_a_preempted_request_comes_from_host_memory() -> None:
     assert engine.offload is not None
     engine.offload.count()
     assert engine.offload.loaded.blocks > 0
-
-
-def test_nothing_is_kept_after_a_reset() -> None:
-    engine = make_engine(8, num_host_blocks=20)
-    for prompt in ([7, 3, 5] * 6, [1, 2, 3, 4] * 5, [4, 3, 2, 1] * 5):
-        engine.add(prompt, SamplingParams(max_new_tokens=3))
-    list(engine.run())
-    engine.reset()
-    assert len(engine.scheduler.tier.blocks) == engine.scheduler.tier.num_pending == 0
-    request = engine.add([7, 3, 5] * 6, SamplingParams(max_new_tokens=3))
-    list(engine.run())
-    assert request.num_cached_tokens == 0

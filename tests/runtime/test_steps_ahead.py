@@ -29,14 +29,6 @@ def test_a_step_is_launched_before_the_last_ones_tokens_are_read(
     assert request.token_ids == alone_ignoring_eos([1, 2, 3], 4)
 
 
-def test_an_end_of_sequence_token_may_be_ignored() -> None:
-    engine = make_engine(num_blocks=50)
-    requests = [engine.add(STOPPED, SamplingParams(max_new_tokens=12, ignore_eos=ignores)) for ignores in (False, True)]
-    list(engine.run())
-    assert [request.token_ids for request in requests] == [alone(STOPPED, 12), alone_ignoring_eos(STOPPED, 12)]
-    assert [request.finish_reason for request in requests] == ["stop", "length"]
-
-
 def test_nothing_is_computed_past_a_known_end() -> None:
     engine = make_engine(num_blocks=50)
     requests = [
