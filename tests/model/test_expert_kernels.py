@@ -55,7 +55,6 @@ def test_blocks() -> None:
     ],
 )
 def test_the_product_compiles(weights: str, few: bool, gated: bool) -> None:
-    pytest.importorskip("triton")
     from dcpmla.model.kernels.experts import _FEW, _TILINGS
 
     tiling = _FEW[DTYPES[weights]] if few else _TILINGS[DTYPES[weights]][-1]
@@ -113,7 +112,6 @@ def compile_product(
     ("weights", "gated"), [("bf16", True), ("fp8e4nv", True), ("fp8e4nv", False), ("fp4", True), ("int4", False)]
 )
 def test_the_product_of_many_rows_compiles(weights: str, gated: bool) -> None:
-    pytest.importorskip("triton")
     ptx, said = compile_product_of_many_rows(weights, gated, enable_fp_fusion=True)
     assert "wgmma.mma_async.sync.aligned.m64n128k" in ptx
     assert ("f32.e4m3.e4m3" in ptx) == (weights == "fp8e4nv")
@@ -165,7 +163,6 @@ def compile_product_of_many_rows(weights: str, gated: bool, enable_fp_fusion: bo
 @pytest.mark.parametrize(("weights", "gated"), [("fp8e4nv", False), ("bf16", True)])
 def test_products_in_a_fixed_order_round_alike(weights: str, gated: bool) -> None:
     """In both kernels and in each tile: the same steps of the tensor cores, the same arithmetic for a number."""
-    pytest.importorskip("triton")
     from dcpmla.model.kernels.experts import _FEW, _TILINGS, _widen
 
     tilings = [_widen(tiling) for tiling in (_FEW[DTYPES[weights]], *_TILINGS[DTYPES[weights]])]

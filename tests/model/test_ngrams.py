@@ -192,7 +192,6 @@ def check_kernels(device: str) -> None:
 
 
 def test_the_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
     run_interpreted(1, check_kernels, "cpu")
 
 
@@ -203,7 +202,6 @@ def test_the_kernels() -> None:
 
 
 def test_the_kernels_compile() -> None:
-    pytest.importorskip("triton")
     from triton.compiler import ASTSource
 
     from dcpmla.model.kernels.ngrams import hash_ngrams_kernel, store_ids_kernel
