@@ -166,10 +166,8 @@ def compile_product(kernel: Any, tiles: dict[str, str], num_tokens: int, **point
 def test_the_kernel_compiles_for_hopper(num_tokens: int) -> None:
     from dcpmla.parallel.kernels.linear import linear_kernel
 
-    scales, tiles = (
-        {"x_scales_ptr": "*fp32", "weight_scales_ptr": "*fp32"},
-        {"x_desc": "fp8e4nv", "weight_desc": "fp8e4nv"},
-    )
+    tiles = {"x_desc": "fp8e4nv", "weight_desc": "fp8e4nv"}
+    scales = {"x_scales_ptr": "*fp32", "weight_scales_ptr": "*fp32"}
     assert "k32.f32.e4m3.e4m3" in compile_product(linear_kernel, tiles, num_tokens, **scales)
 
 

@@ -25,7 +25,7 @@ from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.costs import DrawnLoadCosts
 from tests.support.engine_loads import Ask, Load, check_empty, draw_load, loads, serve, settle
-from tests.support.hash_model import BLOCK, alone, alone_ignoring_eos, make_engine
+from tests.support.hash_model import BLOCK, alone, alone_ignoring_eos, answer, make_engine
 from tests.support.late_disk import late_disk, threaded_disk
 from tests.support.late_memory import LateMemory
 from tests.support.ranks import run_ranks, start_process
@@ -87,14 +87,6 @@ def test_every_request_gets_what_it_gets_alone(load: Load, sizes: Sizes, costs: 
         assert len(list(sizes.serve(load, Path(directory), costs))) == 2
 
 
-def answer(engine: Engine, prompt: list[int], num_new: int = 3) -> Request:
-    """Serve a request, and compare its tokens with a lone request's."""
-    request = engine.add(prompt, SamplingParams(max_new_tokens=num_new))
-    list(engine.run())
-    assert request.token_ids == alone(prompt, num_new)
-    return request
-
-
 def disk_of(engine: Engine) -> DiskOffload:
     assert engine.offload is not None
     assert engine.offload.disk is not None
@@ -116,7 +108,7 @@ FULL = (len(PROMPT) - 1) // BLOCK * BLOCK  # tokens of its full blocks
 @pytest.mark.parametrize("open_disk", [late_disk, threaded_disk])
 def test_a_prompt_that_has_left_host_memory_comes_from_the_disk(open_disk: Any, tmp_path: Path) -> None:
     engine = engine_with_prompt_on_disk(open_disk(tmp_path, 40))
-    assert answer(engine, PROMPT).num_cached_tokens == FULL
+    assert answer(engine, PROMPT)[0].num_cached_tokens == FULL
     assert disk_of(engine).loaded.blocks == FULL // BLOCK
     assert disk_of(engine).loaded.bytes == FULL // BLOCK * 4096
     assert engine.offload is not None
@@ -130,10 +122,10 @@ def test_a_prompt_that_has_left_host_memory_comes_from_the_disk(open_disk: Any, 
 def test_a_conversation_continues_after_a_restart(tmp_path: Path) -> None:
     """Also its last blocks, which nothing has pushed out of the cache."""
     engine = make_engine(40, num_host_blocks=40, open_disk=threaded_disk(tmp_path, 40))
-    conversation = PROMPT + answer(engine, PROMPT, 9).token_ids
+    conversation = PROMPT + answer(engine, PROMPT, num_new=9)[0].token_ids
     engine.close()
     engine = make_engine(40, num_host_blocks=40, open_disk=threaded_disk(tmp_path, 40))
-    assert answer(engine, [*conversation, 1, 2, 3]).num_cached_tokens == (len(conversation) - 1) // BLOCK * BLOCK
+    assert answer(engine, [*conversation, 1, 2, 3])[0].num_cached_tokens == (len(conversation) - 1) // BLOCK * BLOCK
     engine.close()
 
 
@@ -144,7 +136,7 @@ def test_an_idle_engine_writes_all_blocks(tmp_path: Path) -> None:
     settle(engine)
     shutil.copytree(tmp_path, tmp_path / "copy")  # a kill leaves the same files
     engine = make_engine(40, num_host_blocks=40, open_disk=threaded_disk(tmp_path / "copy", 40))
-    assert answer(engine, PROMPT).num_cached_tokens == FULL
+    assert answer(engine, PROMPT)[0].num_cached_tokens == FULL
     engine.close()
 
 
@@ -170,12 +162,12 @@ def test_damaged_files(damage: str, tmp_path: Path) -> None:
         engine = make_engine(40, num_host_blocks=40, open_disk=threaded_disk(tmp_path, 40))
         known = engine.scheduler.tier.disk.blocks
         assert len(known) == (0 if damage == "no index" else FULL // BLOCK + 1)
-        assert answer(engine, PROMPT).num_cached_tokens == (0 if damage == "no index" else 2 * BLOCK)
+        assert answer(engine, PROMPT)[0].num_cached_tokens == (0 if damage == "no index" else 2 * BLOCK)
     check_empty(engine)
     assert len(engine.scheduler.tier.disk.blocks) == FULL // BLOCK + 1
     engine.close()
     engine = make_engine(40, num_host_blocks=40, open_disk=threaded_disk(tmp_path, 40))
-    assert answer(engine, PROMPT).num_cached_tokens == FULL  # damaged blocks have been written again
+    assert answer(engine, PROMPT)[0].num_cached_tokens == FULL  # damaged blocks have been written again
     engine.reset()
     engine.close()
 
@@ -239,7 +231,7 @@ def test_others_run_while_blocks_are_read(tmp_path: Path) -> None:
 def test_host_memory_keeps_the_beginning_while_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "_STORED_TOGETHER", 1)
     engine = make_engine(24, num_host_blocks=9, open_disk=late_disk(tmp_path, 60, num_polls=0))
-    keys = answer(engine, PROMPT).block_keys(0, FULL // BLOCK, BLOCK)
+    keys = answer(engine, PROMPT)[0].block_keys(0, FULL // BLOCK, BLOCK)
     settle(engine)
     engine.allocator.reset()
     for key in keys[2:]:
@@ -261,7 +253,7 @@ def test_no_request_waits_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pyt
     disk._files.blocks._num_polls = 10**12
     monkeypatch.setattr(disk_offload, "_MOST_SECONDS", 0.2)
     for prompt in (PROMPT, OTHERS[0], OTHERS[1]):
-        assert answer(engine, prompt).num_cached_tokens < FULL
+        assert answer(engine, prompt)[0].num_cached_tokens < FULL
     assert disk._num_reads == 1
     for transfer in disk._files.blocks.busy.values():  # the disk is back
         transfer._num_polls = 0
@@ -275,7 +267,7 @@ def test_nothing_is_kept_after_a_reset(tmp_path: Path) -> None:
     engine.reset()
     check_empty(engine)
     assert len(engine.scheduler.tier.disk.blocks) == 0
-    assert answer(engine, PROMPT).num_cached_tokens == 0
+    assert answer(engine, PROMPT)[0].num_cached_tokens == 0
     check_empty(engine)
     engine.close()
 

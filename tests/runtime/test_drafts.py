@@ -26,9 +26,8 @@ from tests.support.hash_model import (
     VOCAB_SIZE,
     HashDrafter,
     HashModel,
-    Letters,
     alone_ignoring_eos,
-    drive,
+    answer,
     make_engine,
 )
 
@@ -71,10 +70,8 @@ def test_draws_are_those_without_drafts_and_graphs(load: Load, num_drafts: int, 
 
 def test_right_drafts_save_steps() -> None:
     engine = make_engine(num_blocks=50, drafter=HashDrafter(3, share=1.0, always=True))
-    requests = [engine.add([index, 1], SamplingParams(max_new_tokens=13, ignore_eos=True)) for index in range(3)]
-    list(engine.run())
+    requests = answer(engine, [0, 1], [1, 1], [2, 1], num_new=13, ignore_eos=True)
     for request in requests:
-        assert request.token_ids == alone_ignoring_eos(request.prompt_token_ids, 13)
         assert (request.acceptance.num_drafted, request.acceptance.num_accepted) == (9, 9)
     model: Any = engine.model
     assert [sum(step) for step in model.steps] == [6, 12, 12, 12]  # the prompt gives one token, a step four
@@ -85,9 +82,7 @@ def test_right_drafts_save_steps() -> None:
 
 def test_wrong_drafts_count_as_computed_nowhere() -> None:
     engine = make_engine(num_blocks=50, drafter=HashDrafter(3, share=0.0, always=True))
-    request = engine.add([1, 2], SamplingParams(max_new_tokens=8, ignore_eos=True))
-    list(engine.run())
-    assert request.token_ids == alone_ignoring_eos([1, 2], 8)
+    answer(engine, [1, 2], num_new=8, ignore_eos=True)
     assert (engine.stats.num_draft_tokens, engine.stats.num_accepted_tokens) == (3 * 4 + 2 + 1, 0)  # fewer at the end
     assert engine.stats.num_decode_tokens == 7
 
@@ -125,19 +120,6 @@ def test_who_looks_at_earlier_tokens_drafts_nothing(ahead: bool) -> None:
     assert outcome(HashDrafter(3, 0.9, ahead=ahead)) == outcome(None)
 
 
-def test_texts_stop_inside_accepted_drafts() -> None:
-    seen: list[tuple[int, str]] = []
-    expected = alone_ignoring_eos([3, 1], 9)
-    stop = Letters().decode(expected[4:6])
-    engine = make_engine(num_blocks=50, drafter=HashDrafter(6, share=1.0, always=True), tokenizer=Letters())
-    request = engine.add([3, 1], SamplingParams(max_new_tokens=40, stop=stop, ignore_eos=True))
-    drive(engine, lambda request, text: seen.append((len(request.token_ids), text)))
-    assert (request.token_ids, request.text) == (expected[:6], Letters().decode(expected[:4]))
-    assert "".join(text for _, text in seen) == request.text
-    assert (request.finish_reason, engine.allocator.num_free) == ("stop", 50)
-    assert len(seen) == 2  # the prompt's token, and those of one step
-
-
 def test_nothing_is_waited_for_where_no_draft_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are one ahead again where drafts are rejected, and only now and then they are tried."""
 
@@ -149,9 +131,7 @@ def test_nothing_is_waited_for_where_no_draft_pays(monkeypatch: pytest.MonkeyPat
         Payoff, "learn", lambda self, time: learn(self, time._replace(seconds=1.5 if time.has_drafts else 1.0))
     )
     engine = make_engine(num_blocks=200, max_model_len=700, drafter=Wrong(3, share=0.0, always=True))
-    request = engine.add([1], SamplingParams(max_new_tokens=600, ignore_eos=True))
-    list(engine.run())
-    assert request.token_ids == alone_ignoring_eos([1], 600)
+    answer(engine, [1], num_new=600, ignore_eos=True)
     assert 3 * 5 < engine.stats.num_draft_tokens < 3 * 12  # one step in 100, and a few at first
 
 

@@ -14,7 +14,7 @@ from dcpmla.runtime.in_flight import StepEvents
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.engine_loads import Load, loads, serve
-from tests.support.hash_model import BLOCK, Clock, HashModel, alone_ignoring_eos, drive, make_engine
+from tests.support.hash_model import BLOCK, Clock, HashModel, alone_ignoring_eos, answer, drive, make_engine
 
 
 @given(load=loads())
@@ -55,13 +55,11 @@ def test_the_loads_reach_what_they_are_for() -> None:
     engine = make_engine(num_blocks=7, max_num_batched_tokens=7)
     shared = list(range(9))
     prompts = [[*shared, 20 + index] for index in range(4)]
-    requests = [engine.add(prompt, SamplingParams(max_new_tokens=12, ignore_eos=True)) for prompt in prompts]
-    list(engine.run())
+    answer(engine, *prompts, num_new=12, ignore_eos=True)
     assert engine.stats.num_preemptions > 0
     assert engine.stats.num_cached_tokens >= 8
     model: Any = engine.model
     assert any(len(step) > 1 and max(step) > 1 and min(step) == 1 for step in model.steps)  # decodes beside a chunk
-    assert [len(request.token_ids) for request in requests] == 4 * [12]
 
 
 def test_decodes_come_first_and_prompts_fill_up() -> None:
@@ -93,19 +91,12 @@ def test_a_prefix_is_computed_once() -> None:
     engine = make_engine(num_blocks=50)
     prompt = list(range(2 * BLOCK + 1))
     for expected in (0, 2 * BLOCK, 2 * BLOCK):
-        request = engine.add(prompt, SamplingParams(max_new_tokens=1))
-        list(engine.run())
-        assert request.num_cached_tokens == expected
+        assert answer(engine, prompt, num_new=1)[0].num_cached_tokens == expected
     # The last token is always computed, so a prompt of full blocks reuses all but the last.
-    request = engine.add(prompt[:-1], SamplingParams(max_new_tokens=1))
-    list(engine.run())
-    assert request.num_cached_tokens == BLOCK
+    assert answer(engine, prompt[:-1], num_new=1)[0].num_cached_tokens == BLOCK
     # New tokens are reused as well: the next turn of a conversation.
-    request = engine.add(prompt, SamplingParams(max_new_tokens=2 * BLOCK, ignore_eos=True))
-    list(engine.run())
-    turn = engine.add([*prompt, *request.token_ids, 7], SamplingParams(max_new_tokens=1))
-    list(engine.run())
-    assert turn.num_cached_tokens == 4 * BLOCK
+    (request,) = answer(engine, prompt, num_new=2 * BLOCK, ignore_eos=True)
+    assert answer(engine, [*prompt, *request.token_ids, 7], num_new=1)[0].num_cached_tokens == 4 * BLOCK
     assert engine.stats.num_cached_tokens == (0 + 2 + 2 + 1 + 2 + 4) * BLOCK
 
 
@@ -199,11 +190,8 @@ def test_new_tokens_end_where_the_model_does() -> None:
     engine = make_engine(num_blocks=50, max_model_len=10)
     requests = [engine.add(list(range(num)), SamplingParams(max_new_tokens=50, ignore_eos=True)) for num in (1, 4, 9)]
     list(engine.run())
-    assert [(len(request.token_ids), request.finish_reason) for request in requests] == [
-        (9, "length"),
-        (6, "length"),
-        (1, "length"),
-    ]
+    assert [len(request.token_ids) for request in requests] == [9, 6, 1]
+    assert {request.finish_reason for request in requests} == {"length"}
 
 
 @pytest.mark.parametrize(("num_blocks", "is_admitted"), [(5, False), (6, True)])

@@ -14,21 +14,16 @@ from torch import Tensor
 
 from dcpmla.attention.step.metadata import StepBuilder, StepMetadata
 from dcpmla.attention.step.table import StepRequests
-from dcpmla.cache.latent import LatentCache, LatentPlan, LayerMemory
+from dcpmla.cache.latent import LatentCache
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.graph_inputs import GraphInputs
 from dcpmla.runtime.graph_sizes import GraphLimits, GraphSize, decode_sizes
 from dcpmla.runtime.sampling import SamplingParams
-from tests.support.hash_model import BLOCK, MESH, HashModel, make_engine
+from tests.support.hash_model import BLOCK, MESH, HashModel, answer, make_engine, new_cache
 
 DCP = DCPConfig(block_size=BLOCK)
 MAX_NUM_SEQS, MAX_MODEL_LEN = 6, 5 * BLOCK
-
-
-def make_cache(device: str = "cpu") -> LatentCache:
-    plan = LatentPlan(num_blocks=40, block_size=BLOCK, layers=(LayerMemory(2),), dtype=torch.float32, dcp_size=1)
-    return LatentCache(plan, torch.device(device))
 
 
 def requests_of(seq_lens: list[int], query_lens: list[int] | None = None) -> StepRequests:
@@ -55,7 +50,7 @@ def sums(inputs: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
 
 def make_graph(step: Any = sums, cache: LatentCache | None = None) -> StepGraph:
     return StepGraph.decodes(
-        step, torch.tensor(0), cache or make_cache(), StepBuilder(DCP, 0), MESH, MAX_NUM_SEQS, MAX_MODEL_LEN
+        step, torch.tensor(0), cache or new_cache(40), StepBuilder(DCP, 0), MESH, MAX_NUM_SEQS, MAX_MODEL_LEN
     )
 
 
@@ -76,7 +71,7 @@ def test_sizes_are_those_of_vllm() -> None:
     batches=st.lists(st.lists(st.integers(1, MAX_MODEL_LEN), min_size=1, max_size=MAX_NUM_SEQS), min_size=1, max_size=4)
 )
 def test_nothing_of_earlier_steps_is_left(batches: list[list[int]]) -> None:
-    cache = make_cache()
+    cache = new_cache(40)
     graph, memory = make_graph(cache=cache), set()
     padded: list[Tensor] = []
     graph._step = lambda inputs, metadata, cache: padded.append(sums(inputs, metadata, cache)) or padded[-1]  # type: ignore[func-returns-value]
@@ -93,7 +88,7 @@ def test_nothing_of_earlier_steps_is_left(batches: list[list[int]]) -> None:
 
 @given(query_lens=st.lists(st.integers(1, 3), min_size=1, max_size=MAX_NUM_SEQS))
 def test_requests_of_several_tokens_repeat_their_last(query_lens: list[int]) -> None:
-    cache, padded = make_cache(), list[Tensor]()
+    cache, padded = new_cache(40), list[Tensor]()
     graph = StepGraph.decodes(
         lambda *numbers: padded.append(sums_of_rows(*numbers)) or padded[-1],  # type: ignore[func-returns-value]
         torch.tensor(0),
@@ -131,7 +126,7 @@ def size_of(graph: StepGraph, num_reqs: int, query_len: int = 1) -> GraphSize:
 
 
 def inputs_of(input_like: Tensor, sizes: list[GraphSize]) -> GraphInputs:
-    return GraphInputs(input_like, sizes, GraphLimits(4, 20), make_cache().sizes, StepBuilder(DCP, 0))
+    return GraphInputs(input_like, sizes, GraphLimits(4, 20), new_cache(40).sizes, StepBuilder(DCP, 0))
 
 
 def test_hidden_rows_are_padded_with_zeros() -> None:
@@ -170,13 +165,13 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refuses_other_steps(name: str) -> None:
     requests, message = REFUSED[name]
-    cache = make_cache()
+    cache = new_cache(40)
     with pytest.raises(ValueError, match=message):
         make_graph(cache=cache).run(torch.zeros(sum(requests.query_lens), dtype=torch.int64), requests)
 
 
 def test_refuses_other_memory() -> None:
-    cache = make_cache()
+    cache = new_cache(40)
     graph = make_graph(cache=cache)
     token_ids = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"inputs is torch.int32 on cpu; the graph takes torch.int64 on cpu"):
@@ -191,7 +186,7 @@ def test_refuses_other_memory() -> None:
 
 
 def test_refuses_steps_that_return_other_rows() -> None:
-    cache = make_cache()
+    cache = new_cache(40)
     with pytest.raises(ValueError, match=r"step returned shape \(1, 5\); expected \(2, 5\), a row a token"):
         make_graph(lambda *numbers: sums(*numbers)[:1], cache).run(
             torch.zeros(2, dtype=torch.int64), requests_of([1, 1])
@@ -230,9 +225,7 @@ def test_engine_says_which_graph_runs() -> None:
     model, lines = HashModel(), []
     engine = make_engine(num_blocks=20, max_num_seqs=3, model=model, with_graph=True)
     engine.on_step = lines.append  # type: ignore[assignment]
-    for prompt in ([1, 2, 3], [4, 5], [6, 7, 8]):
-        engine.add(prompt, SamplingParams(max_new_tokens=3, ignore_eos=True))
-    list(engine.run())
+    answer(engine, [1, 2, 3], [4, 5], [6, 7, 8], ignore_eos=True)
     assert lines[-3:] == [
         "prefill step 0 (3 requests, 8 tokens)",
         "decode step 1 (3 requests, 3 tokens; graph of 3 requests)",

@@ -9,8 +9,10 @@ from dcpmla.runtime import offload
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.costs import DrawnLoadCosts
 from tests.support.engine_loads import Load, check_empty, loads, serve
-from tests.support.hash_model import BLOCK, alone, alone_ignoring_eos, make_engine
+from tests.support.hash_model import BLOCK, alone_ignoring_eos, answer, make_engine
 from tests.support.late_memory import LateMemory
+
+OTHERS = [[1, 2, 3, 4] * 15, [4, 3, 2, 1] * 15]  # They fill a cache of 16 blocks, one after the other.
 
 
 @given(
@@ -39,9 +41,7 @@ def test_an_evicted_prompt_comes_from_host_memory(memory: type[HostMemory]) -> N
     engine = make_engine(8, num_host_blocks=20, memory=memory)
     first, others = [7, 3, 5] * 6, [[1, 2, 3, 4] * 5, [4, 3, 2, 1] * 5]
     for prompt in (first, *others, first):
-        request = engine.add(prompt, SamplingParams(max_new_tokens=3))
-        list(engine.run())
-        assert request.token_ids == alone(prompt, 3)
+        (request,) = answer(engine, prompt)
     assert engine.offload is not None
     engine.offload.count()
     assert engine.offload.loaded.blocks > 0
@@ -55,11 +55,8 @@ def test_others_decode_while_a_prompt_loads(num_tokens: int, monkeypatch: pytest
     monkeypatch.setattr(LateMemory, "num_polls", 6)
     engine = make_engine(16, num_host_blocks=40, memory=LateMemory)
     prompt, other = ([7, 3, 5] * 9)[:num_tokens], [2, 9]
-    engine.add(prompt, SamplingParams(max_new_tokens=1))
-    list(engine.run())
-    for _ in range(2):
-        engine.add([1, 2, 3, 4] * 15, SamplingParams(max_new_tokens=1, ignore_eos=True))
-        list(engine.run())
+    for each in (prompt, *OTHERS):
+        answer(engine, each, num_new=1)
     running = engine.add(other, SamplingParams(max_new_tokens=30, ignore_eos=True))
     for _ in range(3):
         engine.step()
@@ -83,9 +80,8 @@ def test_without_others_a_step_waits_for_the_load(with_graph: bool, monkeypatch:
     monkeypatch.setattr(LateMemory, "num_polls", 1000)
     engine = make_engine(16, num_host_blocks=40, memory=LateMemory, with_graph=with_graph, mixed=with_graph)
     prompt = [7, 3, 5] * 8
-    for each in (prompt, [1, 2, 3, 4] * 15, [4, 3, 2, 1] * 15):
-        engine.add(each, SamplingParams(max_new_tokens=1))
-        list(engine.run())
+    for each in (prompt, *OTHERS):
+        answer(engine, each, num_new=1)
     engine.add([2, 9], SamplingParams(max_new_tokens=6, ignore_eos=True))
     engine.step()
     loaded = engine.add(prompt, SamplingParams(max_new_tokens=2, ignore_eos=True))
@@ -103,9 +99,8 @@ def test_blocks_of_an_aborted_load_are_written_after_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(LateMemory, "num_polls", 8)
     engine = make_engine(16, num_host_blocks=60, memory=LateMemory)
     prompts = [[7, 3, 5] * 8, [2, 9, 9] * 8]
-    for prompt in (*prompts, [1, 2, 3, 4] * 15, [4, 3, 2, 1] * 15):
-        engine.add(prompt, SamplingParams(max_new_tokens=1))
-        list(engine.run())
+    for prompt in (*prompts, *OTHERS):
+        answer(engine, prompt, num_new=1)
     running = engine.add([2, 9], SamplingParams(max_new_tokens=40, ignore_eos=True))
     for _ in range(3):
         engine.step()
@@ -127,9 +122,7 @@ def test_a_preempted_request_comes_from_host_memory() -> None:
     """Its blocks are overwritten while it waits; only its last, unfinished block is computed again."""
     engine = make_engine(9, num_host_blocks=40, memory=LateMemory)
     prompts = [[5, 1, 4] * 4, [6, 2, 8] * 4]
-    requests = [engine.add(prompt, SamplingParams(max_new_tokens=14, ignore_eos=True)) for prompt in prompts]
-    list(engine.run())
-    assert [request.token_ids for request in requests] == [alone_ignoring_eos(prompt, 14) for prompt in prompts]
+    answer(engine, *prompts, num_new=14, ignore_eos=True)
     assert engine.stats.num_preemptions > 0
     assert engine.offload is not None
     engine.offload.count()

@@ -13,7 +13,7 @@ from dcpmla.runtime.request import Request
 from dcpmla.runtime.reuse import Forks
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.scheduler import Scheduler
-from tests.support.hash_model import BLOCK, HashModel, alone, make_engine
+from tests.support.hash_model import BLOCK, HashModel, alone, answer, make_engine
 
 BEGINNING = [(7 * i + 3) % 28 for i in range(5 * BLOCK)]
 
@@ -29,9 +29,7 @@ def check_tokens(requests: Sequence[Request]) -> None:
 def test_a_beginning_is_computed_once() -> None:
     model = HashModel()
     engine = make_engine(200, model=model)
-    requests = add_all(engine, [[*BEGINNING, number, number + 1] for number in range(6)])
-    list(engine.run())
-    check_tokens(requests)
+    requests = answer(engine, *([*BEGINNING, number, number + 1] for number in range(6)))
     assert [request.num_cached_tokens for request in requests] == [0] + 5 * [len(BEGINNING)]
     assert model.steps[:2] == [[len(BEGINNING) + 2], [1] + 5 * [2]]  # one, then its decode and the others' ends
 
@@ -40,9 +38,7 @@ def test_chunks_are_waited_for_as_far_as_they_are_shared() -> None:
     """Of two that wait, one shares a block of the first chunk, the other one of the second, too."""
     engine = make_engine(200, max_num_batched_tokens=18)
     whole, first = [*BEGINNING, 1], [*BEGINNING[:BLOCK], 28, 28]
-    requests = add_all(engine, [[*BEGINNING, 2], whole, first])
-    list(engine.run())
-    check_tokens(requests)
+    requests = answer(engine, [*BEGINNING, 2], whole, first)
     assert [request.num_cached_tokens for request in requests] == [0, len(BEGINNING), BLOCK]
     times = [request.scheduled_time for request in requests]
     assert times[0] < times[2] < times[1]  # type: ignore[operator]
@@ -115,11 +111,8 @@ def test_other_prompts_do_not_wait() -> None:
     model = HashModel()
     engine = make_engine(200, model=model)
     prompts = [[*BEGINNING, 1], [*BEGINNING, 2], [5] * 9, [5] * 9, [*BEGINNING[: BLOCK - 1], 9, 9]]
-    requests = add_all(engine, prompts)
-    engine.step()
+    answer(engine, *prompts)
     assert model.steps[0] == [len(BEGINNING) + 1, 9, BLOCK + 1]
-    list(engine.run())
-    check_tokens(requests)
 
 
 def test_who_computes_may_end_before() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from dcpmla.runtime.draws import draw_tokens, nucleus
+from dcpmla.runtime.draws import draw_tokens, log_sums, nucleus, ranks_of
 from dcpmla.runtime.request import Request, new_generator
 from dcpmla.runtime.sampling import SamplingParams, sample
 from tests.attention.test_small_kernels import compile_for_hopper
@@ -187,6 +187,25 @@ def test_a_row_without_a_number_gives_some_token() -> None:
     numbers = torch.tensor([[1.0, 1.0, number] for number in (0.0, 0.5, 1 - 2**-53)], dtype=torch.float64)
     tokens = draw_tokens(torch.full((3, 4), torch.nan), numbers, torch.zeros(3, dtype=torch.int64)).tolist()
     assert set(tokens) <= set(range(4))
+
+
+def test_sums_of_exponentials_do_not_depend_on_their_order() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(7, 5000) * torch.tensor([0, 1, 3, 10, 30, 100, 1e30])[:, None]
+    sums = log_sums(logits)
+    torch.testing.assert_close(sums, logits.double().logsumexp(-1, keepdim=True).float(), rtol=3e-7, atol=3e-7)
+    assert torch.equal(log_sums(logits[:, torch.randperm(5000)]), sums)
+    logits[0, 3], logits[1, 4] = torch.nan, torch.inf
+    assert not log_sums(logits[:2]).isfinite().any()
+
+
+def test_ranks_are_in_order_and_zeros_are_equal() -> None:
+    logits = torch.tensor([[torch.inf, 3.0, 1e-45, 0.0, -0.0, -1e-45, -2.0, -torch.inf]])
+    ranks = ranks_of(logits)[0].tolist()
+    assert ranks == sorted(ranks)
+    assert len(set(ranks)) == 7
+    assert ranks[0] >= 0
+    assert ranks[-1] < 1 << 32
 
 
 def check_kernel(device: str, num_rows: int, vocab: int, tile: int = 2048) -> None:
