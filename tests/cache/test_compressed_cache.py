@@ -72,12 +72,7 @@ def test_eight_ranks_hold_eight_times_the_context(config: CompressedConfig, opti
     assert plans[8].bytes_per_state == plans[1].bytes_per_state
 
 
-def test_layers_of_the_models() -> None:
-    kinds = {
-        name: [config.layer_kinds.count(kind) for kind in (WINDOW_ONLY, CSA, HCA)]
-        for name, config in (("flash", FLASH), ("pro", PRO))
-    }
-    assert kinds == {"flash": [2, 21, 20], "pro": [0, 30, 31]}
+def test_blocks_of_each_ratio() -> None:
     assert FLASH.ratios == (4, 128)
     plan = plan_of(FLASH, 1, [1])
     assert (plan.entries_per_block(4), plan.entries_per_block(128)) == (64, 2)

@@ -19,7 +19,7 @@ from dcpmla.model.router import Router, split_weight
 from dcpmla.parallel.linear import Linear
 from dcpmla.parallel.quantized import GroupFp8
 from tests.model.test_experts import make_case, on
-from tests.support.rows_apart import assert_rows_apart, rows_differ
+from tests.support.rows_apart import assert_rows_apart
 
 ROUTERS = (
     Router(scoring="sigmoid", top_k=3, num_groups=2, topk_groups=1, group_score="top2_sum", renormalize=True),
@@ -66,12 +66,6 @@ def check_modules(device: str, dtype: torch.dtype, kinds: tuple[str, ...], hidde
 
 def test_modules_on_a_cpu() -> None:
     check_modules("cpu", torch.float32, ("plain", "fp8"), 128, 128, 6)
-
-
-def test_that_modules_differ_without() -> None:
-    """The check finds what torch's products do, so it is strict enough."""
-    module = new_moe("plain", 128, 128, 6, ROUTERS[0], torch.float32, "cpu")
-    assert rows_differ(module, drawn(300, 128, seed=9))
 
 
 @pytest.mark.gpu

@@ -89,21 +89,6 @@ def test_an_abort_between_steps(victim: str, monkeypatch: pytest.MonkeyPatch) ->
     assert clock.now < 80
 
 
-@pytest.mark.parametrize("num_new", [1, 2])
-def test_an_abort_of_what_is_finished_changes_nothing(num_new: int) -> None:
-    """Finished a step before, or in the same step and not given to the caller yet."""
-    engine = make_engine(num_blocks=50)
-    short = engine.add([1], replace(PARAMS, max_new_tokens=num_new))
-    long = engine.add([2], PARAMS)
-
-    def on_token(request: Request, piece: str) -> None:
-        if request is long and len(request.token_ids) == 2:
-            engine.abort(short)
-
-    assert drive(engine, on_token) == [short, long]
-    assert (len(short.token_ids), short.finish_reason) == (num_new, "length")
-
-
 def test_an_aborted_text_is_whole() -> None:
     engine = make_engine(num_blocks=50, tokenizer=Letters())
     request = engine.add("AA", replace(PARAMS, stop=(TEXT[1:3] + "?",)))
@@ -112,19 +97,6 @@ def test_an_aborted_text_is_whole() -> None:
     assert request.text == TEXT[:1]  # the rest may be the stop string's
     engine.abort(request)
     assert request.text == TEXT[:3]
-
-
-def test_a_request_added_between_steps() -> None:
-    engine = make_engine(num_blocks=50)
-    turns: list[Request] = []
-
-    def next_turn(request: Request, piece: str) -> None:
-        if request.finish_reason and len(turns) < 4:
-            turns.append(engine.add([*request.prompt_token_ids, *request.token_ids], PARAMS))
-
-    turns.append(engine.add([1], PARAMS))
-    assert drive(engine, next_turn) == turns
-    assert sum((turn.token_ids for turn in turns), []) == alone_ignoring_eos([1], 4 * 8)
 
 
 def test_a_consumer_may_leave_and_come_back() -> None:

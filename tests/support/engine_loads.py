@@ -38,12 +38,18 @@ class Load:
 
 
 def draw_load(
-    rng: Random, most: int = 9, longest: int = 14, latest: int = 12, num_new: int = 14, aborts: bool = False
+    rng: Random,
+    least: int = 1,
+    most: int = 9,
+    longest: int = 14,
+    latest: int = 12,
+    num_new: int = 14,
+    aborts: bool = False,
 ) -> Load:
     """Draw a load.
 
     Args:
-        most: Largest number of requests.
+        least, most: Smallest and largest number of requests.
         longest: Largest number of tokens of a beginning that prompts share.
         latest: Last step in which a request arrives.
         num_new: Largest number of new tokens.
@@ -54,7 +60,7 @@ def draw_load(
         return [rng.randrange(EOS) for _ in range(rng.randint(least, most))]
 
     beginnings, asks = [tokens(0, longest) for _ in range(rng.randint(1, 4))], list[Ask]()
-    for _ in range(rng.randint(1, most)):
+    for _ in range(rng.randint(least, most)):
         abort = rng.choice([None, None, None, None, 0, 1, 3, 10]) if aborts else None
         prompt = [*rng.choice(beginnings), *tokens(1, 9)]
         asks.append(Ask(prompt, rng.randint(1, num_new), rng.randint(0, latest), abort))
@@ -106,9 +112,9 @@ def settle(engine: Engine) -> None:
     """Step until all transfers have ended, and with a disk, until host memory has all blocks, from where they go on."""
     tier = engine.scheduler.tier
     for _ in range(10_000):
+        engine.step()
         if engine._agreement.progress.is_empty and not (tier.disk.blocks.num_slots and tier.num_pending):
             return
-        engine.step()
     raise AssertionError("transfers do not end")
 
 
