@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from dcpmla import DCPConfig, LatentCache, MLAConfig
 from dcpmla.attention.mla.latent_spec import LatentSpec
 from dcpmla.attention.mla.prefill import read_cache_rows
 from dcpmla.attention.stack import Stack
-from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.formats import write_latents
 from dcpmla.cache.latent import num_blocks
 from dcpmla.cache.layers import LayerCache
@@ -24,83 +21,6 @@ from dcpmla.planning.capacity import capacity_table
 from tests.support.layouts import dcp_config
 from tests.support.models import tiny_config
 from tests.test_ownership import deal_slots
-
-
-class Blocks(RuleBasedStateMachine):
-    """Any sequence of calls: a block is out once at most, a refused call changes nothing, nothing leaks, and another
-    rank gets the same blocks.
-    """
-
-    @initialize(size=st.integers(1, 12))
-    def start(self, size: int) -> None:
-        self.size, self.allocator, self.other_rank = size, BlockAllocator(size, 4), BlockAllocator(size, 4)
-        self.held: list[list[int]] = []
-
-    @property
-    def out(self) -> list[int]:
-        return [block for blocks in self.held for block in blocks]
-
-    @rule(count=st.integers(0, 14))
-    def allocate(self, count: int) -> None:
-        free = self.size - len(self.out)
-        if count > free:
-            with pytest.raises(
-                ValueError, match="never fit" if count > self.size else f"only {free} of {self.size} blocks are free"
-            ):
-                self.allocator.allocate(count)
-            return
-        blocks = self.allocator.allocate(count)
-        assert blocks == self.other_rank.allocate(count)
-        assert len(blocks) == len(set(blocks)) == count
-        assert set(blocks) <= set(range(self.size)) - set(self.out)
-        self.held.append(blocks)
-
-    @rule(data=st.data())
-    def free(self, data: st.DataObject) -> None:
-        if self.held:
-            self.give_back(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))))
-
-    @rule(data=st.data())
-    def free_part(self, data: st.DataObject) -> None:
-        if any(self.held):
-            blocks = data.draw(st.sampled_from([blocks for blocks in self.held if blocks]))
-            self.give_back([blocks.pop(data.draw(st.integers(0, len(blocks) - 1)))])
-
-    def give_back(self, blocks: list[int]) -> None:
-        for allocator in (self.allocator, self.other_rank):
-            allocator.free(blocks)
-
-    @rule(block=st.integers(-2, 13), data=st.data())
-    def free_what_is_not_out(self, block: int, data: st.DataObject) -> None:
-        """Together with blocks that are out: all or none."""
-        with_it = data.draw(st.sampled_from([*self.held, []]))
-        if block in self.out:
-            with pytest.raises(ValueError, match="given twice"):
-                self.allocator.free([block, block])
-        else:
-            with pytest.raises(ValueError, match=rf"\[{block}\] are not allocated"):
-                self.allocator.free([*with_it, block])
-
-    @invariant()
-    def counts_add_up(self) -> None:
-        if hasattr(self, "allocator"):
-            assert self.allocator.num_free == self.size - len(self.out)
-
-
-TestBlocks = Blocks.TestCase
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ((0, 4), "num_blocks is 0; it must be at least 1"),
-        ((-3, 4), "num_blocks is -3; it must be at least 1"),
-        ((4, 0), "block_tokens is 0; it must be at least 1"),
-    ],
-)
-def test_allocators_of_nothing(sizes: tuple[int, int], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}"):
-        BlockAllocator(*sizes)
 
 
 def make_dcp(size: int = 1, interleave: int = 1, block_size: int = 4) -> DCPConfig:
@@ -170,29 +90,10 @@ def test_a_cache_takes_pages_of_the_host_as_it_is_written(family: str) -> None:
     assert not any(tensor.flatten()[:1000].float().any() for tensor in cache.tensors)
 
 
-def stack_of(config: MLAConfig) -> Stack:
-    return Stack(config, (LatentSpec(config),) * 2)
-
-
-def test_capacities_are_those_of_caches(config: MLAConfig) -> None:
-    """The table's numbers, next to the bytes of tensors that are there."""
-    plans = capacity_table(stack_of(replace(config, kv_lora_rank=128)), 10**6, 4, (1, 4))
-    assert [(plan.dtype, plan.dcp_size) for plan in plans] == [
-        (storage, size) for storage in (torch.bfloat16, torch.float8_e4m3fn, torch.uint8) for size in (1, 4)
-    ]
-    for plan in plans:
-        layers = LatentCache(plan, torch.device("cpu")).tensors
-        num_bytes = sum(layer.nbytes for layer in layers)
-        assert num_bytes <= 10**6 < num_bytes + num_bytes // plan.num_blocks  # not one block more
-        assert plan.tokens_total == plan.dcp_size * layers[0].shape[0] * layers[0].shape[1]
-        assert (
-            plan.tokens_total * 1000
-            <= plan.tokens_per_gb
-            < (plan.tokens_total + plan.dcp_size * plan.block_size) * 1000
-        )
-    assert (
-        len(capacity_table(stack_of(config), 10**6, 4, (1, 4))) == 4
-    )  # a latent of 16 does not split into fp8_ds_mla's groups
+def test_formats_that_the_model_lacks_have_no_capacity(config: MLAConfig) -> None:
+    """A latent of 16 does not split into fp8_ds_mla's groups."""
+    plans = capacity_table(Stack(config, (LatentSpec(config),) * 2), 10**6, 4, (1, 4))
+    assert [plan.dtype for plan in plans] == 2 * [torch.bfloat16] + 2 * [torch.float8_e4m3fn]
 
 
 @pytest.mark.parametrize(

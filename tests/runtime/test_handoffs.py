@@ -13,7 +13,7 @@ from dcpmla.runtime.grammar import Grammar
 from dcpmla.runtime.progress import Progress
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.engine_loads import Load, loads, serve
-from tests.support.hash_model import BLOCK, EOS, alone, alone_ignoring_eos, drive, make_engine
+from tests.support.hash_model import BLOCK, alone, alone_ignoring_eos, drive, make_engine
 from tests.support.random_model import TOKENIZER, RandomModel
 from tests.support.two_engines import Pair, make_pair, run
 from tests.support.wire import Wire
@@ -133,14 +133,6 @@ def test_choices_share_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     run(pair)
     assert pair.num_wanted == 1
     assert all(request.token_ids == alone_ignoring_eos([1, 2] * 10, 4) for request in requests)
-
-
-def test_a_first_token_may_be_the_last() -> None:
-    prompt = next([first, 1] * 10 for first in range(EOS) if alone([first, 1] * 10, 2) == [EOS])
-    pair = make_pair()
-    request = pair.there.add(prompt, SamplingParams(max_new_tokens=9))
-    run(pair)
-    assert (request.token_ids, request.finish_reason) == ([EOS], "stop")
 
 
 def test_a_router_brings_the_first_token() -> None:
