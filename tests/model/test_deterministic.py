@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dcpmla.comm.calls import NormedSum
 from dcpmla.comm.norm import add_norm, norm_rows, rms_norm
@@ -19,6 +19,7 @@ from dcpmla.model.router import Router, split_weight
 from dcpmla.parallel.linear import Linear
 from dcpmla.parallel.quantized import GroupFp8
 from tests.model.test_experts import make_case, on
+from tests.parallel.test_deterministic_products import drawn
 from tests.support.rows_apart import assert_rows_apart
 
 ROUTERS = (
@@ -26,10 +27,6 @@ ROUTERS = (
     Router(scoring="softmax", top_k=3),
     Router(scoring="sqrtsoftplus", top_k=3, renormalize=True, routed_scaling_factor=2.5),
 )
-
-
-def drawn(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
 def new_mlp(hidden: int, width: int, dtype: torch.dtype, device: str) -> MLP:

@@ -72,6 +72,14 @@ def test_the_product_compiles(weights: str, few: bool, gated: bool) -> None:
         assert loop.index("wgmma.wait_group") < loop.index("cp.async.bulk.tensor")
 
 
+def constants_of(weights: str, gated: bool) -> dict[str, Any]:
+    """Return a product's sizes, and the bounds of its activation: of some packed weights as Kimi-K3's."""
+    sizes = {"TOP_K": 9, "WIDTH": 512, "K": 7168} if gated else {"TOP_K": 1, "WIDTH": 7168, "K": 512}
+    is_bounded = weights in ("u8", "fp4")
+    bounds = (4.0, 25.0, True) if is_bounded else (None, None, False)
+    return sizes | dict(zip(("gate_bound", "up_bound", "IS_SMOOTH"), bounds, strict=True))
+
+
 def compile_product(
     weights: str, tile: Any, few: bool, gated: bool, num_summed: int, enable_fp_fusion: bool
 ) -> tuple[str, str]:
@@ -94,11 +102,8 @@ def compile_product(
         "out_ptr": "*bf16",
     }
     constants: dict[str, Any] = {"ROWS": tile.rows, "BLOCK_ROWS": tile.rows, "DEPTH": tile.depth}
-    constants |= {"gate_bound": None, "up_bound": None, "IS_SMOOTH": False}
-    if weights in ("u8", "fp4"):  # as Kimi-K3's
-        constants |= {"gate_bound": 4.0, "up_bound": 25.0, "IS_SMOOTH": True}
-    constants |= {"TOP_K": 9 if gated else 1, "NUM_SUMMED": num_summed}
-    constants |= {"WIDTH": 512, "K": 7168} if gated else {"WIDTH": 7168, "K": 512}
+    constants |= constants_of(weights, gated)
+    constants["NUM_SUMMED"] = num_summed
     constants |= {"STAGES": tile.num_stages} | ({} if is_packed else {"GATED": gated})
     left_out = [(few, "routes_ptr"), (not gated, "expert_weights_ptr"), (weights == "bf16", "w_scales_ptr")]
     left_out.append((weights == "bf16", "x_scales_ptr"))
@@ -144,11 +149,8 @@ def compile_product_of_many_rows(weights: str, gated: bool, enable_fp_fusion: bo
         "out_ptr": "*fp8e4nv" if is_fp8 and gated else "*bf16",
         "out_scales_ptr": "*fp32",
     }
-    constants: dict[str, Any] = {"TOP_K": 9 if gated else 1, "GATED": gated, "DTYPE": gl.bfloat16}
-    constants |= {"gate_bound": None, "up_bound": None, "IS_SMOOTH": False}
-    if weights in ("u8", "fp4"):  # as Kimi-K3's
-        constants |= {"gate_bound": 4.0, "up_bound": 25.0, "IS_SMOOTH": True}
-    constants |= {"WIDTH": 512, "K": 7168} if gated else {"WIDTH": 7168, "K": 512}
+    constants: dict[str, Any] = {"GATED": gated, "DTYPE": gl.bfloat16}
+    constants |= constants_of(weights, gated)
     constants |= {"x_scales_stride_row": 1} if is_fp8 else {"x_scales_ptr": None}
     left_out = [
         (weights == "bf16", "w_scales_ptr"),

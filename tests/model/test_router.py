@@ -44,7 +44,9 @@ def transformers_router(family: str) -> tuple[Any, Any]:
     router = next(getattr(modeling, key) for key in vars(modeling) if key.lower().endswith("topkrouter"))
     config = import_module(f"transformers.models.{name}.configuration_{name}")
     config_class = next(getattr(config, key) for key in vars(config) if key.endswith(("Config",)) and key[0] in "DGML")
-    common = {"n_group": 4, "topk_group": 2, "n_routed_experts": 16, "num_experts_per_tok": 4, "hidden_size": 64}
+    common = {"n_routed_experts": 16, "num_experts_per_tok": 4, "hidden_size": 64}
+    if name != "deepseek_v4":
+        common |= {"n_group": 4, "topk_group": 2}
     if name == "longcat_flash":
         common = {"n_routed_experts": 12, "zero_expert_num": 4, "moe_topk": 4, "hidden_size": 64}
     built = config_class(**{**common, "routed_scaling_factor": 2.5, **FAMILIES[family]})

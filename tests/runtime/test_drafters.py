@@ -18,7 +18,6 @@ from dcpmla.runtime.mtp import MtpDrafter
 from dcpmla.runtime.ngram import NgramDrafter
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
-from dcpmla.runtime.warm_up import warm_up
 from tests.support.engines import new_engine
 from tests.support.hash_model import (
     BLOCK,
@@ -119,13 +118,6 @@ def test_mtp_drafts_after_the_last_token_that_was_accepted() -> None:
     starts = sorted(set(first_positions))
     assert starts == list(range(starts[0], starts[0] + len(starts)))
     assert starts[-1] < len(request.prompt_token_ids) + 9
-
-
-@pytest.mark.parametrize("max_num_batched_tokens", [33, 64, 65])
-def test_the_warm_up_meets_no_step_that_mtp_cannot_follow(max_num_batched_tokens: int) -> None:
-    engine = make_mtp_engine(3, 90, max_num_batched_tokens, 16)
-    warm_up(engine)
-    assert not engine.has_requests
 
 
 @pytest.mark.parametrize("with_graph", [False, True])
