@@ -59,10 +59,11 @@ def draw_load(
     def tokens(least: int, most: int) -> list[int]:
         return [rng.randrange(EOS) for _ in range(rng.randint(least, most))]
 
-    beginnings, asks = [tokens(0, longest) for _ in range(rng.randint(1, 4))], list[Ask]()
+    beginnings = [tokens(0, longest) for _ in range(rng.randint(1, 4))]
+    ends, asks = [tokens(1, 9) for _ in range(rng.randint(1, 4))], list[Ask]()
     for _ in range(rng.randint(least, most)):
         abort = rng.choice([None, None, None, None, 0, 1, 3, 10]) if aborts else None
-        prompt = [*rng.choice(beginnings), *tokens(1, 9)]
+        prompt = rng.choice(beginnings) + rng.choice(ends)[: rng.randint(1, 9)]  # Prompts may be the same.
         asks.append(Ask(prompt, rng.randint(1, num_new), rng.randint(0, latest), abort))
     largest = max(-(-(len(ask.prompt) + ask.num_new - 1) // BLOCK) for ask in asks)
     # From no room for a second request on.

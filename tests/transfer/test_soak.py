@@ -11,8 +11,8 @@ from tests.support.transfer_soak import soak
 @pytest.mark.parametrize(
     ("kind", "source", "target", "number"),
     [
-        ("nixl", new_layout(1, 1, 1, 4), new_layout(2, 2, 1, 4), 40),
-        ("nixl", new_layout(2, 2, 4), new_layout(1, 1, 1, 2), 40),
+        pytest.param("nixl", new_layout(1, 1, 1, 4), new_layout(2, 2, 1, 4), 40, marks=pytest.mark.thorough),
+        pytest.param("nixl", new_layout(2, 2, 4), new_layout(1, 1, 1, 2), 40, marks=pytest.mark.thorough),
         ("nixl", new_layout(2, 1, 1, 4), new_layout(2, 2, 2), 40),
         ("point to point", new_layout(1, 1, 1, 4), new_layout(2, 2, 1, 4), 30),
     ],

@@ -11,6 +11,8 @@ import torch
 from dcpmla.transfer.transport import Read, Slots, Transport
 from dcpmla.transfer.worker import Worker
 
+CPU = torch.device("cpu")
+
 
 class Noting(Transport):
     """A transport that notes its connections."""
@@ -82,7 +84,7 @@ def test_an_error_fails_the_transfers_and_the_thread_goes_on(caplog: pytest.LogC
         reasons.append(reason)
         raise ConnectionError("nobody hears of it")
 
-    worker = Worker("test", torch.device("cpu"), poll, fail)
+    worker = Worker("test", CPU, poll, fail)
     with caplog.at_level(logging.ERROR):
         worker.start()
         assert done.wait(60)
@@ -93,9 +95,7 @@ def test_an_error_fails_the_transfers_and_the_thread_goes_on(caplog: pytest.LogC
 
 def test_it_polls_once_more_before_it_ends() -> None:
     calls, polled = ["last"], []
-    worker = Worker(
-        "test", torch.device("cpu"), lambda: bool(polled.append(calls.pop() if calls else "")), lambda reason: None
-    )
+    worker = Worker("test", CPU, lambda: bool(polled.append(calls.pop() if calls else "")), lambda reason: None)
     worker.start()
     worker.close()
     assert "last" in polled
