@@ -189,9 +189,5 @@ def test_every_request_gives_the_text_that_it_gives_alone(load: list[Ask], spare
         else:
             assert seen(request) == (tokens, text, reason)
             assert texts[request] == text
-    check_all_is_free(engine)
-
-
-def check_all_is_free(engine: Any) -> None:
     assert not engine.has_requests
     assert engine.allocator.num_free == engine.allocator.num_blocks

@@ -48,10 +48,9 @@ def sums(inputs: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
     return torch.stack([number.double() for number in numbers], -1)
 
 
-def make_graph(step: Any = sums, cache: LatentCache | None = None) -> StepGraph:
-    return StepGraph.decodes(
-        step, torch.tensor(0), cache or new_cache(40), StepBuilder(DCP, 0), MESH, MAX_NUM_SEQS, MAX_MODEL_LEN
-    )
+def make_graph(step: Any = sums, cache: LatentCache | None = None, query_len: int = 1) -> StepGraph:
+    cache, limits = cache or new_cache(40), (MAX_NUM_SEQS, MAX_MODEL_LEN, query_len)
+    return StepGraph.decodes(step, torch.tensor(0), cache, StepBuilder(DCP, 0), MESH, *limits)
 
 
 def test_sizes_are_those_of_vllm() -> None:
@@ -89,16 +88,12 @@ def test_nothing_of_earlier_steps_is_left(batches: list[list[int]]) -> None:
 @given(query_lens=st.lists(st.integers(1, 3), min_size=1, max_size=MAX_NUM_SEQS))
 def test_requests_of_several_tokens_repeat_their_last(query_lens: list[int]) -> None:
     cache, padded = new_cache(40), list[Tensor]()
-    graph = StepGraph.decodes(
-        lambda *numbers: padded.append(sums_of_rows(*numbers)) or padded[-1],  # type: ignore[func-returns-value]
-        torch.tensor(0),
-        cache,
-        StepBuilder(DCP, 0),
-        MESH,
-        MAX_NUM_SEQS,
-        MAX_MODEL_LEN,
-        3,
-    )
+
+    def step(*numbers: Any) -> Tensor:
+        padded.append(sums_of_rows(*numbers))
+        return padded[-1]
+
+    graph = make_graph(step, cache, 3)
     requests = requests_of([7 + index for index in range(len(query_lens))], query_lens)
     token_ids = torch.arange(sum(query_lens)) + 10
     out = graph.run(token_ids, requests)

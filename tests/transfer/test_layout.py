@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from dcpmla.transfer.layout import CacheLayout, StateSpec, TokenSpec
 from dcpmla.transfer.route import Part, Route, find_routes
 
-SPANS = (1, 4)
-
 
 def make_layout(tp: int, dcp: int, interleave: int, block_size: int, num_layers: int = 2) -> CacheLayout:
     """Return a layout with latents and keys of 4 positions in each layer, ids, and a state that is cut by heads."""
