@@ -191,9 +191,9 @@ def serve_on_rank(directory: Path, num_ranks: int, seeds: list[int]) -> list[tup
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_whose_disks_fail_differently(num_ranks: int, tmp_path: Path) -> None:
     """All ranks know the same content after each load, and every request gets its tokens."""
-    results = run_ranks(num_ranks, serve_on_rank, tmp_path, num_ranks, [0, 5, 12])
+    results = run_ranks(num_ranks, serve_on_rank, tmp_path, num_ranks, [5, 9, 11])
     assert all(result == results[0] for result in results)
-    assert sum(num_read for *_, num_read in results[0]) > 30
+    assert sum(num_read for *_, num_read in results[0]) > 50
 
 
 def test_an_abort_while_blocks_are_read(tmp_path: Path) -> None:

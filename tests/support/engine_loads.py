@@ -60,11 +60,11 @@ def draw_load(
         return [rng.randrange(EOS) for _ in range(rng.randint(least, most))]
 
     beginnings = [tokens(0, longest) for _ in range(rng.randint(1, 4))]
-    ends, asks = [tokens(1, 9) for _ in range(rng.randint(1, 4))], list[Ask]()
+    ends, asks = [tokens(1, 9) for _ in range(2)], list[Ask]()
     for _ in range(rng.randint(least, most)):
         abort = rng.choice([None, None, None, None, 0, 1, 3, 10]) if aborts else None
-        prompt = rng.choice(beginnings) + rng.choice(ends)[: rng.randint(1, 9)]  # Prompts may be the same.
-        asks.append(Ask(prompt, rng.randint(1, num_new), rng.randint(0, latest), abort))
+        end = rng.choice(ends) if rng.choice([True, False, False]) else tokens(1, 9)  # Some prompts are the same.
+        asks.append(Ask(rng.choice(beginnings) + end, rng.randint(1, num_new), rng.randint(0, latest), abort))
     largest = max(-(-(len(ask.prompt) + ask.num_new - 1) // BLOCK) for ask in asks)
     # From no room for a second request on.
     return Load(asks, largest + rng.randint(0, 8), rng.choice([1, 3, 7, 64]), rng.choice([1, 2, 16]))
