@@ -191,13 +191,15 @@ def check_kernels(device: str, dtype: torch.dtype, cases: tuple[tuple[int, int, 
         torch.use_deterministic_algorithms(False)
 
 
-def check_in_the_interpreter() -> None:
-    check_kernels("cpu", torch.float32, ((1, 4, 80), (19, 3, 128), (5, 1, 48), (0, 4, 64)))
-    check_kernels("cpu", torch.float16, ((3, 2, 130),))
-
-
 def test_kernels_in_the_interpreter() -> None:
-    interpret(check_in_the_interpreter)
+    """For few tokens, for more than 16, and for none."""
+    interpret(check_kernels, "cpu", torch.float32, ((1, 4, 80), (17, 3, 128), (0, 4, 64)))
+
+
+@pytest.mark.thorough
+def test_more_shapes_in_the_interpreter() -> None:
+    interpret(check_kernels, "cpu", torch.float32, ((19, 3, 128), (5, 1, 48)))
+    interpret(check_kernels, "cpu", torch.float16, ((3, 2, 130),))
 
 
 @pytest.mark.gpu

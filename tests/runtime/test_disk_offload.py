@@ -25,7 +25,7 @@ from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.costs import DrawnLoadCosts
 from tests.support.engine_loads import Ask, Load, check_empty, draw_load, loads, serve, settle
-from tests.support.hash_model import BLOCK, alone, alone_ignoring_eos, answer, make_engine
+from tests.support.hash_model import BLOCK, MESH, alone, alone_ignoring_eos, answer, make_engine
 from tests.support.late_disk import late_disk, threaded_disk
 from tests.support.late_memory import LateMemory
 from tests.support.ranks import run_ranks, start_process
@@ -52,18 +52,20 @@ class Sizes:
         polls, share = rng.choice([0, 1, 4, 30]), rng.choice([0, 0, 0.1, 1])
         return cls(host, disk, together, rng.choice([1, 3, 32]), polls, share, rng.randint(0, 1000))
 
-    def serve(self, load: Load, directory: Path, costs: int = 0, **mesh: Any) -> Iterator[tuple[Engine, list[Request]]]:
+    def serve(
+        self, load: Load, directory: Path, costs: int = 0, mesh: Any = MESH
+    ) -> Iterator[tuple[Engine, list[Request]]]:
         """Yield two engines, of which the second finds the blocks of the first, with the requests that each served."""
-        rank, group = mesh.pop("rank", 0), mesh["mesh"].tp_group if mesh else None
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(offload, "_STORED_TOGETHER", self.num_stored_together)
             patch.setattr(disk_offload, "_PART_BLOCKS", self.num_part_blocks)
-            patch.setattr(LateMemory, "num_polls", self.num_polls + rank)
+            patch.setattr(LateMemory, "num_polls", self.num_polls + mesh.tp_rank)
             patch.setattr("dcpmla.runtime.engine._POLL_SECONDS", 0)
             for _ in range(2):
-                late = self.num_disk_blocks, self.seed, self.num_polls, self.share_of_failures, rank, group
-                tiers = {"num_host_blocks": self.num_host_blocks, "open_disk": late_disk(directory, *late)}
-                engine = make_engine(*load.limits, memory=LateMemory, **tiers, **mesh)
+                late = self.num_disk_blocks, self.seed, self.num_polls, self.share_of_failures
+                disk = late_disk(directory, *late, mesh.tp_rank, mesh.tp_group)
+                tiers = {"num_host_blocks": self.num_host_blocks, "open_disk": disk}
+                engine = make_engine(*load.limits, mesh=mesh, memory=LateMemory, **tiers)
                 engine.scheduler.reuse._costs = DrawnLoadCosts(costs)
                 engine.scheduler.reuse._disk_costs = DrawnLoadCosts(costs and costs + 3)
                 requests = serve(engine, load)
@@ -77,7 +79,7 @@ BOTH_WAYS = Load([Ask([0] * 16, 1, arrival=1), Ask([0] * 17, 1)], 5, 3, 2)
 
 
 @given(
-    load=loads(most=12, longest=30, latest=40, aborts=True),
+    load=loads(most=10, longest=30, latest=40, aborts=True),
     sizes=st.randoms(use_true_random=False).map(Sizes.draw),
     costs=st.integers(0, 3),
 )
@@ -174,14 +176,14 @@ def test_damaged_files(damage: str, tmp_path: Path) -> None:
 
 def serve_on_rank(directory: Path, num_ranks: int, seeds: list[int]) -> list[tuple[Any, ...]]:
     """On one rank: serve loads, and return cached tokens, contents of the tiers and numbers of blocks read."""
-    mesh, results = {"mesh": init_mesh(num_ranks, 1), "rank": dist.get_rank()}, []
+    mesh, results = init_mesh(num_ranks, 1), []
     for seed in seeds:
         rng = Random(seed)
         asks = draw_load(rng, least=25, most=25, longest=40, latest=80, num_new=6, aborts=True).asks
         load = Load(asks, 14 + rng.randrange(4), rng.choice([7, 64]), rng.choice([1, 4]))
         together, part, polls, share = (rng.choice(each) for each in ([1, 3], [1, 3], [0, 3, 10], [0, 0.05, 0.2]))
         sizes = Sizes(rng.choice([12, 20]), rng.choice([10, 60]), together, part, polls, share, seed)
-        for engine, requests in sizes.serve(load, directory / str(seed), **mesh):
+        for engine, requests in sizes.serve(load, directory / str(seed), mesh=mesh):
             tier = engine.scheduler.tier
             contents = [dict(table._slots) for table in (tier.blocks, tier.disk.blocks)]
             results.append((contents, [each.num_cached_tokens for each in requests], disk_of(engine).loaded.blocks))

@@ -50,7 +50,7 @@ def test_every_request_gets_what_it_gets_alone(
     assert engine.allocator.num_free == load.num_blocks
 
 
-@given(load=loads(), **DRAFTS)
+@given(load=loads(most=6), **DRAFTS)
 def test_draws_are_those_without_drafts_and_graphs(load: Load, num_drafts: int, share: float, seed: int) -> None:
     """In steps that are launched ahead of how many random numbers are used up, greedy requests among them."""
 

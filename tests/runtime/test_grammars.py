@@ -115,7 +115,7 @@ class Guesses(HashDrafter):
 
 
 @given(
-    load=loads(),
+    load=loads(most=6, num_new=10),
     order=st.permutations(range(len(GRAMMARS))),
     share=st.sampled_from([0.0, 0.6, 1.0]),
     num_drafts=st.integers(0, 4),
