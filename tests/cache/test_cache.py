@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from dcpmla import DCPConfig, LatentCache, MLAConfig
 from dcpmla.attention.mla.latent_spec import LatentSpec
 from dcpmla.attention.mla.prefill import read_cache_rows
 from dcpmla.attention.stack import Stack
-from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.formats import write_latents
 from dcpmla.cache.latent import num_blocks
 from dcpmla.cache.layers import LayerCache
@@ -23,87 +20,7 @@ from dcpmla.integrations.families.table import attention_of
 from dcpmla.planning.capacity import capacity_table
 from tests.support.layouts import dcp_config
 from tests.support.models import tiny_config
-from tests.test_ownership import deal_slots, shuffled_blocks
-
-
-class Blocks(RuleBasedStateMachine):
-    """Any sequence of calls: a block is out once at most, a refused call changes nothing, nothing leaks."""
-
-    @initialize(size=st.integers(1, 12))
-    def start(self, size: int) -> None:
-        self.size, self.allocator = size, BlockAllocator(size, 4)
-        self.held: list[list[int]] = []
-
-    @property
-    def out(self) -> list[int]:
-        return [block for blocks in self.held for block in blocks]
-
-    @rule(count=st.integers(0, 14))
-    def allocate(self, count: int) -> None:
-        free = self.size - len(self.out)
-        if count > free:
-            with pytest.raises(
-                ValueError, match="never fit" if count > self.size else f"only {free} of {self.size} blocks are free"
-            ):
-                self.allocator.allocate(count)
-            return
-        blocks = self.allocator.allocate(count)
-        assert len(blocks) == len(set(blocks)) == count
-        assert set(blocks) <= set(range(self.size)) - set(self.out)
-        self.held.append(blocks)
-
-    @rule(data=st.data())
-    def free(self, data: st.DataObject) -> None:
-        if self.held:
-            self.allocator.free(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))))
-
-    @rule(data=st.data())
-    def free_part(self, data: st.DataObject) -> None:
-        if any(self.held):
-            blocks = data.draw(st.sampled_from([blocks for blocks in self.held if blocks]))
-            self.allocator.free([blocks.pop(data.draw(st.integers(0, len(blocks) - 1)))])
-
-    @rule(block=st.integers(-2, 13), data=st.data())
-    def free_what_is_not_out(self, block: int, data: st.DataObject) -> None:
-        """Together with blocks that are out: all or none."""
-        with_it = data.draw(st.sampled_from([*self.held, []]))
-        if block in self.out:
-            with pytest.raises(ValueError, match="given twice"):
-                self.allocator.free([block, block])
-        else:
-            with pytest.raises(ValueError, match=rf"\[{block}\] are not allocated"):
-                self.allocator.free([*with_it, block])
-
-    @invariant()
-    def counts_add_up(self) -> None:
-        if hasattr(self, "allocator"):
-            assert self.allocator.num_free == self.size - len(self.out)
-
-
-TestBlocks = Blocks.TestCase
-
-
-def test_all_blocks_can_be_out_again_and_again() -> None:
-    allocator = BlockAllocator(5, 4)
-    for _ in range(3):
-        blocks = allocator.allocate(5)
-        assert sorted(blocks) == list(range(5))
-        allocator.free(random.Random(0).sample(blocks, 5))
-
-
-def test_ranks_that_make_the_same_calls_get_the_same_blocks() -> None:
-    first, second = BlockAllocator(9, 4), BlockAllocator(9, 4)
-    for count, give_back in [(3, 0), (2, 1), (4, 2), (3, 0)]:
-        blocks = first.allocate(count)
-        assert blocks == second.allocate(count)
-        first.free(blocks[:give_back])
-        second.free(blocks[:give_back])
-
-
-@pytest.mark.parametrize("size", [0, -3])
-def test_allocator_without_blocks(size: int) -> None:
-    with pytest.raises(ValueError, match=rf"^num_blocks is {size}; it must be at least 1$"):
-        BlockAllocator(size, 4)
+from tests.test_ownership import deal_slots
 
 
 def make_dcp(size: int = 1, interleave: int = 1, block_size: int = 4) -> DCPConfig:
@@ -173,38 +90,29 @@ def test_a_cache_takes_pages_of_the_host_as_it_is_written(family: str) -> None:
     assert not any(tensor.flatten()[:1000].float().any() for tensor in cache.tensors)
 
 
-def stack_of(config: MLAConfig) -> Stack:
-    return Stack(config, (LatentSpec(config),) * 2)
+def test_formats_that_the_model_lacks_have_no_capacity(config: MLAConfig) -> None:
+    """A latent of 16 does not split into fp8_ds_mla's groups."""
+    plans = capacity_table(Stack(config, (LatentSpec(config),) * 2), 10**6, 4, (1, 4))
+    assert [plan.dtype for plan in plans] == 2 * [torch.bfloat16] + 2 * [torch.float8_e4m3fn]
 
 
-def test_capacities_are_those_of_caches(config: MLAConfig) -> None:
-    """The table's numbers, next to the bytes of tensors that are there."""
-    plans = capacity_table(stack_of(replace(config, kv_lora_rank=128)), 10**6, 4, (1, 4))
-    assert [(plan.dtype, plan.dcp_size) for plan in plans] == [
-        (storage, size) for storage in (torch.bfloat16, torch.float8_e4m3fn, torch.uint8) for size in (1, 4)
-    ]
-    for plan in plans:
-        layers = LatentCache(plan, torch.device("cpu")).tensors
-        num_bytes = sum(layer.nbytes for layer in layers)
-        assert num_bytes <= 10**6 < num_bytes + num_bytes // plan.num_blocks  # not one block more
-        assert plan.tokens_total == plan.dcp_size * layers[0].shape[0] * layers[0].shape[1]
-        assert (
-            plan.tokens_total * 1000
-            <= plan.tokens_per_gb
-            < (plan.tokens_total + plan.dcp_size * plan.block_size) * 1000
-        )
-    assert (
-        len(capacity_table(stack_of(config), 10**6, 4, (1, 4))) == 4
-    )  # a latent of 16 does not split into fp8_ds_mla's groups
-
-
-def test_a_format_that_the_model_cannot_have(config: MLAConfig) -> None:
-    with pytest.raises(
-        ValueError, match=r"kv_cache_dtype \(--kv-cache-dtype\) is 'bf16', but the model computes in torch.float32"
-    ):
-        LatentCache.plan(config, replace(make_dcp(), kv_cache_dtype="bf16"), 1, [1], torch.float32)
-    with pytest.raises(ValueError, match="fp8_ds_mla scales 128 values of kv_c at a time; kv_lora_rank is 16"):
-        LatentCache.plan(config, replace(make_dcp(), kv_cache_dtype="fp8_ds_mla"), 1, [1], torch.float32)
+@pytest.mark.parametrize(
+    ("num_layers", "seq_lens", "kv_cache_dtype", "message"),
+    [
+        (1, [], "auto", "seq_lens is .*must be a list of lengths that are not negative"),
+        (1, [5, -1], "auto", "seq_lens is .*must be a list of lengths that are not negative"),
+        (0, [1], "auto", "num_layers is 0; it must be at least 1$"),
+        (-1, [1], "auto", "num_layers is -1; it must be at least 1$"),
+        (1, [1], "bf16", r"kv_cache_dtype \(--kv-cache-dtype\) is 'bf16', but the model computes in torch.float32"),
+        (1, [1], "fp8_ds_mla", ".*fp8_ds_mla scales 128 values of kv_c at a time; kv_lora_rank is 16"),
+    ],
+)
+def test_plans_that_cannot_be(
+    config: MLAConfig, num_layers: int, seq_lens: list[int], kv_cache_dtype: str, message: str
+) -> None:
+    dcp = replace(make_dcp(), kv_cache_dtype=kv_cache_dtype)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        LatentCache.plan(config, dcp, num_layers, seq_lens, torch.float32)
 
 
 @pytest.mark.parametrize(("size", "interleave"), [(1, 1), (2, 4), (3, 2), (5, 1)])
@@ -235,18 +143,6 @@ def test_plan_speaks_in_numbers(config: MLAConfig) -> None:
 def test_sequences_without_tokens_still_give_a_cache(config: MLAConfig) -> None:
     plan = LatentCache.plan(config, make_dcp(2), 1, [0, 0], torch.float32)
     assert LatentCache(plan, torch.device("cpu"))[0].latents.shape[0] >= 1
-
-
-@pytest.mark.parametrize("seq_lens", [[], [5, -1]])
-def test_lengths_that_are_none(config: MLAConfig, seq_lens: list[int]) -> None:
-    with pytest.raises(ValueError, match="^seq_lens is .*must be a list of lengths that are not negative"):
-        LatentCache.plan(config, make_dcp(), 1, seq_lens, torch.float32)
-
-
-@pytest.mark.parametrize("num_layers", [0, -1])
-def test_a_cache_has_layers(config: MLAConfig, num_layers: int) -> None:
-    with pytest.raises(ValueError, match=f"^num_layers is {num_layers}; it must be at least 1$"):
-        LatentCache.plan(config, make_dcp(), num_layers, [1], torch.float32)
 
 
 def test_a_plan_that_cannot_fit_is_refused_before_it_is_allocated(
@@ -287,22 +183,6 @@ def test_writing_again_replaces_and_writing_nothing_changes_nothing() -> None:
     write_latents(kv_cache, torch.empty(0, 2), torch.empty(0, 1), slots[:0])
     assert kv_cache.view(4, 3).tolist() == [[0, 0, 0], [1, 1, 1], [5, 5, 6], [0, 0, 0]]
     assert read_cache_rows(kv_cache, slots[:0]).shape == (0, 3)
-
-
-def test_shards_together_hold_the_sequence() -> None:
-    """Written by the deal, read by the deal: each rank's cache has its tokens and NaN elsewhere."""
-    blocks = shuffled_blocks(3, seed=4)
-    blocks = [sorted(blocks).index(block) for block in blocks]
-    kv = torch.randn(50, 6)
-    places = deal_slots(50, blocks, 8, 3, 4)
-    caches = [torch.full((3, 8, 6), torch.nan) for _ in range(3)]
-    for rank, kv_cache in enumerate(caches):
-        mine = [token for token, (owner, _) in enumerate(places) if owner == rank]
-        slots = torch.tensor([places[token][1] for token in mine])
-        write_latents(kv_cache, kv[mine, :4], kv[mine, 4:], slots)
-        assert int((~kv_cache.isnan()).any(-1).sum()) == len(mine)
-    rows = torch.stack([read_cache_rows(caches[rank], torch.tensor([slot]))[0] for rank, slot in places])
-    assert torch.equal(rows, kv)
 
 
 def test_a_cache_that_is_a_slice_of_a_larger_one_is_written() -> None:

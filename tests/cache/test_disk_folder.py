@@ -123,20 +123,3 @@ def test_files_of_others_are_not_touched(tmp_path: Path) -> None:
     assert not folder.others
     folder.claim(0)
     assert all(path.read_bytes() == b"mine" for path in foreign)
-
-
-def test_a_path_that_is_no_directory(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(
-        ValueError, match=r"kv_offloading_path \(--kv-offloading-path\) is .*file: .*must be a directory"
-    ):
-        DiskFolder(tmp_path / "file", IDENTITY)
-
-
-def test_files_are_private(tmp_path: Path) -> None:
-    """They hold what users wrote."""
-    open_file(tmp_path)
-    folder = DiskFolder(tmp_path, IDENTITY).path
-    assert folder.stat().st_mode & 0o077 == 0
-    for suffix in ("blocks", "index"):
-        assert (folder / f"rank0.0.{suffix}").stat().st_mode & 0o077 == 0

@@ -1,24 +1,23 @@
 """The disk tier among links, pipes, open files and other users' files: refused in one line, and nothing is changed."""
 
+import itertools
 import json
 import os
 import re
 import socket
 import stat
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dcpmla.__main__ import main
 from dcpmla.cache.disk_file import BlockFile
 from dcpmla.cache.disk_folder import DiskFolder
 from dcpmla.own_files import open_own
 from tests.support.disk import IDENTITY, SLOT_BYTES, content_of, key_of, open_file, pieces_of, read_slot
-from tests.support.launchers import Ended, run_together
-from tests.support.models import save_tiny
 
 OTHER = {**IDENTITY, "layout": "tp 4, dcp 2, interleave 16"}
 STRANGER = 65534
@@ -68,26 +67,51 @@ def bind(path: Path) -> None:
         os.close(before)
 
 
-def fill_folder(path: Path) -> None:
+def fill_folder(path: Path, user: int = -1) -> None:
     path.mkdir(mode=0o700)
     own(path / "mine")
+    os.chown(path, user, user)
 
 
-# What stands in the place of a file, by the beginning of what the refusal says of it. The victim's file is beside.
-ODD_FILES: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+def open_folder(mode: int, path: Path, victim: Path) -> None:
+    fill_folder(path)
+    path.chmod(mode)
+
+
+Make = Callable[[Path, Path], object]
+# What takes the place of a file or folder, and the beginning of what the refusal says of it. The victim is beside it.
+ODD: dict[str, tuple[Make, str]] = {
     "link": (lambda path, victim: path.symlink_to(victim), "a link of user"),
     "dangling link": (lambda path, victim: path.symlink_to(victim.parent / "missing"), "a link of user"),
     "link to a device": (lambda path, victim: path.symlink_to("/dev/zero"), "a link of user"),
     "link to itself": (lambda path, victim: path.symlink_to(path.name), "a link of user"),
     "link to a folder": (lambda path, victim: path.symlink_to(victim.parent), "a link of user"),
-    "hard link": (lambda path, victim: path.hardlink_to(victim), "a file with 2 names of user"),
+    "hard link": (lambda path, victim: path.hardlink_to(victim), "a file .*of user"),
     "pipe": (lambda path, victim: os.mkfifo(path, 0o600), "a pipe of user"),
     "socket": (lambda path, victim: bind(path), "a socket of user"),
-    "folder": (lambda path, victim: fill_folder(path), "a folder of user"),
-    "open file": (lambda path, victim: own(path, 0o666), "a file of user .* with mode 0666"),
+    "open file": (lambda path, victim: own(path, 0o666), "a file of user"),
     "another user's": (lambda path, victim: give_away(path), f"a file of user {STRANGER} "),
 }
-FILE_KINDS = [pytest.param(kind, marks=as_root if kind == "another user's" else ()) for kind in ODD_FILES]
+ODD_FILES: dict[str, tuple[Make, str]] = ODD | {
+    "hard link": (ODD["hard link"][0], "a file with 2 names of user"),
+    "open file": (ODD["open file"][0], "a file of user .* with mode 0666"),
+    "folder": (lambda path, victim: fill_folder(path), "a folder of user"),
+}
+ODD_FOLDERS: dict[str, tuple[Make, str]] = ODD | {
+    "another user's": (lambda path, victim: fill_folder(path, STRANGER), f"a folder of user {STRANGER} ")
+}
+OPEN_FOLDERS: dict[str, tuple[Make, str]] = {
+    f"mode {mode:o}": (partial(open_folder, mode), rf"a folder of user \d+ with mode 0{mode:o}")
+    for mode in (0o755, 0o750, 0o701, 0o730, 0o777)
+}
+
+
+def cases(places: Iterable[str], odd: Iterable[str]) -> list[Any]:
+    """Return each place with each kind of odd thing. Only root can give files to another user."""
+    return [
+        pytest.param(place, kind, marks=as_root if kind == "another user's" else ())
+        for place, kind in itertools.product(places, odd)
+    ]
 
 
 def refusal(directory: Path, path: Path, words: str) -> str:
@@ -103,15 +127,24 @@ def victim(tmp_path: Path) -> Path:
     return tmp_path / "victim" / "file"
 
 
-@pytest.mark.parametrize("name", ["identity.json", *NAMES])
-@pytest.mark.parametrize("kind", FILE_KINDS)
-def test_odd_things_in_place_of_a_file(kind: str, name: str, victim: Path, tmp_path: Path) -> None:
-    """The start refuses them, whichever rank's file it is."""
+AT_THE_START = [
+    *cases(("identity.json", "rank0.0.blocks"), ODD_FILES),
+    *cases(NAMES, ["link"]),  # whichever rank's file it is
+    *cases(("folder",), ODD_FOLDERS | OPEN_FOLDERS),
+    *cases(("directory",), ODD_FOLDERS),
+]
+
+
+@pytest.mark.parametrize(("place", "kind"), AT_THE_START)
+def test_odd_things_at_the_start(place: str, kind: str, victim: Path, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     open_file(disk).close()
-    path = DiskFolder(disk, IDENTITY).path / name
+    folder = DiskFolder(disk, IDENTITY).path
+    path = {"directory": disk, "folder": folder}.get(place, folder / place)
+    if path.is_dir():
+        path.rename(tmp_path / "moved")
     path.unlink(missing_ok=True)
-    make, words = ODD_FILES[kind]
+    make, words = (ODD_FOLDERS | OPEN_FOLDERS if place in ("directory", "folder") else ODD_FILES)[kind]
     make(path, victim)
     before = tree(tmp_path)
     with pytest.raises(ValueError, match=refusal(disk, path, words)):
@@ -119,9 +152,8 @@ def test_odd_things_in_place_of_a_file(kind: str, name: str, victim: Path, tmp_p
     assert tree(tmp_path) == before
 
 
-@pytest.mark.parametrize("suffix", ["blocks", "index"])
-@pytest.mark.parametrize("kind", FILE_KINDS)
-def test_odd_things_that_come_after_the_start(kind: str, suffix: str, victim: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("suffix", "kind"), cases(("blocks", "index"), ODD_FILES))
+def test_odd_things_that_come_after_the_start(suffix: str, kind: str, victim: Path, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     folder = DiskFolder(disk, IDENTITY)
     path = folder.path / f"rank0.0.{suffix}"
@@ -135,87 +167,32 @@ def test_odd_things_that_come_after_the_start(kind: str, suffix: str, victim: Pa
     assert {name: after[name] for name in before} == before
 
 
-@pytest.mark.parametrize("suffix", ["blocks", "index"])
-@pytest.mark.parametrize("kind", FILE_KINDS)
-def test_odd_things_in_a_folder_of_another_identity(kind: str, suffix: str, victim: Path, tmp_path: Path) -> None:
-    """The job runs, and does not remove them."""
-    other = DiskFolder(tmp_path / "disk", OTHER)
-    other.claim(0).remove()
-    own(other.path / "rank0.0.blocks")
-    path = other.path / f"rank0.0.{suffix}"
-    path.unlink(missing_ok=True)
-    ODD_FILES[kind][0](path, victim)
-    before = tree(other.path) | tree(victim.parent)
-    open_file(tmp_path / "disk").close()
-    assert tree(other.path) | tree(victim.parent) == before
+OF_OTHERS = [*cases(("blocks", "index"), ODD_FILES), *cases(("folder",), ODD_FOLDERS | OPEN_FOLDERS)]
 
 
-def linked_folder(path: Path, victim: Path) -> None:
-    path.symlink_to(victim.parent)
-
-
-def foreign_folder(path: Path, victim: Path) -> None:
-    fill_folder(path)
-    os.chown(path, STRANGER, STRANGER)
-
-
-def open_folder(mode: int, path: Path, victim: Path) -> None:
-    fill_folder(path)
-    path.chmod(mode)
-
-
-ODD_FOLDERS: dict[str, tuple[Callable[[Path, Path], object], str]] = {
-    **{kind: odd for kind, odd in ODD_FILES.items() if kind != "folder"},
-    "another user's": (foreign_folder, f"a folder of user {STRANGER} "),
-    "open file": (lambda path, victim: own(path, 0o666), "a file of user"),
-}
-MODES = (0o755, 0o750, 0o701, 0o730, 0o777)
-OPEN_FOLDERS: dict[str, tuple[Callable[[Path, Path], object], str]] = {
-    f"mode {mode:o}": (partial(open_folder, mode), rf"a folder of user \d+ with mode 0{mode:o}") for mode in MODES
-}
-FOLDER_KINDS = [pytest.param(kind, marks=as_root if kind == "another user's" else ()) for kind in ODD_FOLDERS]
-
-
-@pytest.mark.parametrize("kind", [*FOLDER_KINDS, *OPEN_FOLDERS])
-def test_odd_things_in_place_of_the_folder(kind: str, victim: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("place", "kind"), OF_OTHERS)
+def test_odd_things_of_another_identity(place: str, kind: str, victim: Path, tmp_path: Path) -> None:
+    """The job runs beside them in a directory that users share, and does not remove them."""
     disk = tmp_path / "disk"
-    path = DiskFolder(disk, IDENTITY).path
-    path.rename(tmp_path / "moved")
-    make, words = (ODD_FOLDERS | OPEN_FOLDERS)[kind]
-    make(path, victim)
-    before = tree(tmp_path)
-    with pytest.raises(ValueError, match=refusal(disk, path, words)):
-        DiskFolder(disk, IDENTITY)
-    assert tree(tmp_path) == before
-
-
-@pytest.mark.parametrize("kind", FOLDER_KINDS)
-def test_odd_things_in_place_of_the_directory(kind: str, victim: Path, tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    make, words = ODD_FOLDERS[kind]
-    make(disk, victim)
-    before = tree(tmp_path)
-    with pytest.raises(ValueError, match=refusal(disk, disk, words)):
-        DiskFolder(disk, IDENTITY)
-    assert tree(tmp_path) == before
-
-
-@pytest.mark.parametrize("kind", [*FOLDER_KINDS, *OPEN_FOLDERS])
-def test_odd_things_in_place_of_another_identity_s_folder(kind: str, victim: Path, tmp_path: Path) -> None:
-    """They are not this user's: the job runs beside them."""
-    disk = tmp_path / "disk"
-    path = DiskFolder(disk, OTHER).path
-    identity = (path / "identity.json").read_bytes()
-    path.rename(tmp_path / "moved")
-    (ODD_FOLDERS | OPEN_FOLDERS)[kind][0](path, victim)
-    for folder in (victim.parent, path):
-        if folder.is_dir():
-            (folder / "identity.json").write_bytes(identity)
-            own(folder / "rank0.0.blocks")
-    before = tree(victim.parent) | (tree(path) if not path.is_symlink() else {})
-    assert not DiskFolder(disk, IDENTITY).others
+    other = DiskFolder(disk, OTHER).path
+    disk.chmod(0o1777)
+    own(other / "rank0.0.blocks")
+    if place == "folder":
+        identity = (other / "identity.json").read_bytes()
+        other.rename(tmp_path / "moved")
+        (ODD_FOLDERS | OPEN_FOLDERS)[kind][0](other, victim)
+        for folder in (victim.parent, other):
+            if folder.is_dir():
+                (folder / "identity.json").write_bytes(identity)
+                own(folder / "rank0.0.blocks")
+    else:
+        path = other / f"rank0.0.{place}"
+        path.unlink(missing_ok=True)
+        ODD_FILES[kind][0](path, victim)
+    before = tree(victim.parent) | (tree(other) if not other.is_symlink() else {})
+    assert place != "folder" or not DiskFolder(disk, IDENTITY).others
     open_file(disk).close()
-    assert tree(victim.parent) | (tree(path) if not path.is_symlink() else {}) == before
+    assert tree(victim.parent) | (tree(other) if not other.is_symlink() else {}) == before
 
 
 def test_links_above_the_directory(tmp_path: Path) -> None:
@@ -254,8 +231,7 @@ def test_a_folder_that_is_replaced_after_its_making(level: str, victim: Path, tm
         DiskFolder(disk, IDENTITY)
 
 
-@pytest.mark.parametrize("kind", FOLDER_KINDS)
-@pytest.mark.parametrize("level", ["directory", "folder"])
+@pytest.mark.parametrize(("level", "kind"), cases(("directory", "folder"), ODD_FOLDERS))
 def test_a_folder_that_is_replaced_right_after_it_is_made(
     level: str, kind: str, victim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,20 +258,20 @@ def test_a_folder_that_is_replaced_right_after_it_is_made(
     assert not list((tmp_path / "moved").iterdir())
 
 
-@pytest.mark.parametrize("kind", FILE_KINDS)
+@pytest.mark.parametrize(("name", "kind"), cases(("rank0.0.blocks",), ODD_FILES))
 def test_a_file_that_is_replaced_before_it_is_opened(
-    kind: str, victim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, kind: str, victim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the first look and the opening: a link is not followed, a pipe does not block, the rest is looked at."""
     open_file(tmp_path / "disk").close()
     folder = DiskFolder(tmp_path / "disk", IDENTITY)
-    path, opens = folder.path / "rank0.0.blocks", os.open
+    path, opens = folder.path / name, os.open
 
-    def replace_and_open(name: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        if name == path.name and not (folder.path / "moved").exists():
+    def replace_and_open(entry: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        if entry == name and not (folder.path / "moved").exists():
             path.rename(folder.path / "moved")
             ODD_FILES[kind][0](path, victim)
-        return opens(name, flags, mode, dir_fd=dir_fd)
+        return opens(entry, flags, mode, dir_fd=dir_fd)
 
     monkeypatch.setattr(os, "open", replace_and_open)
     with pytest.raises(ValueError, match=r"^kv_offloading_path \(--kv-offloading-path\) is [^\n]*$"):
@@ -363,26 +339,10 @@ def test_a_damaged_identity_is_written_again(content: bytes, tmp_path: Path) -> 
     assert json.loads(path.read_text()) == IDENTITY
 
 
-@as_root
-def test_a_directory_that_users_share(tmp_path: Path) -> None:
-    """Another user's folder of another identity stays, and does not keep this user from working."""
-    disk = tmp_path / "disk"
-    DiskFolder(disk, OTHER).claim(0)
-    disk.chmod(0o1777)
-    path = DiskFolder(disk, OTHER).path
-    for entry in [path, *path.iterdir()]:
-        os.chown(entry, STRANGER, STRANGER)
-    before = tree(path)
-    for _ in range(2):
-        assert not DiskFolder(disk, IDENTITY).others
-        open_file(disk).close()
-    assert tree(path) == before
-
-
-@pytest.mark.parametrize("kind", FILE_KINDS)
-def test_own_files(kind: str, victim: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "kind"), cases(("file",), ODD_FILES))
+def test_own_files(name: str, kind: str, victim: Path, tmp_path: Path) -> None:
     """The same function opens files by their paths."""
-    path = tmp_path / "file"
+    path = tmp_path / name
     ODD_FILES[kind][0](path, victim)
     before = tree(tmp_path)
     with pytest.raises(PermissionError, match=f"^{path} is {ODD_FILES[kind][1]}"):
@@ -390,22 +350,15 @@ def test_own_files(kind: str, victim: Path, tmp_path: Path) -> None:
     assert tree(tmp_path) == before
 
 
-def generate(model: Path, disk: Path) -> Ended:
-    """Run the command with tiers, as users do."""
-    prompt = ",".join(str(1 + index % 50) for index in range(100))
+def test_a_command_refuses_links(
+    model: Path, victim: Path, tmp_path: Path, one_process_on_cpu: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It writes its blocks, ends with one line if a link has the place of a file or the folder, and starts again."""
+    disk, prompt = tmp_path / "disk", ",".join(str(1 + index % 50) for index in range(100))
     sizes = "--block-size 16 --kv-cache-memory-bytes 1048576 --kv-offloading-size 0.01 --kv-offloading-disk-size 0.01"
     options = f"--device cpu --dtype float32 {sizes} --max-new-tokens 1 --prompt-ids {prompt}".split()
-    command = [sys.executable, "-m", "dcpmla", "generate", "--model", model, "--kv-offloading-path", disk, *options]
-    (ended,) = run_together([(command, {})], check=False)
-    return ended
-
-
-def test_a_command_refuses_links(victim: Path, tmp_path: Path) -> None:
-    """It writes its blocks, ends with one line if a link has the place of a file or the folder, and starts again."""
-    model, disk = tmp_path / "model", tmp_path / "disk"
-    save_tiny("deepseek_v3", model)
-    ended = generate(model, disk)
-    assert ended.returncode == 0, ended.stderr
+    command = ["generate", "--model", str(model), "--kv-offloading-path", str(disk), *options]
+    assert main(command) == 0
     (index,) = disk.glob("*/rank0.0.index")
     content = index.read_bytes()
     assert any(content)
@@ -414,13 +367,12 @@ def test_a_command_refuses_links(victim: Path, tmp_path: Path) -> None:
         path = index.parent / name
         path.rename(tmp_path / "moved")
         path.symlink_to(victim if name else victim.parent)
-        ended = generate(model, disk)
-        assert ended.returncode == 2
-        assert f"kv_offloading_path (--kv-offloading-path) is {disk}: {path} is a link of user" in ended.stderr
-        assert "Traceback" not in ended.stderr
+        assert main(command) == 2
+        refused = capfd.readouterr().err
+        assert f"kv_offloading_path (--kv-offloading-path) is {disk}: {path} is a link of user" in refused
+        assert "Traceback" not in refused
         assert tree(victim.parent) == before
         path.unlink()
         (tmp_path / "moved").rename(path)
     assert index.read_bytes() == content
-    ended = generate(model, disk)
-    assert ended.returncode == 0, ended.stderr
+    assert main(command) == 0

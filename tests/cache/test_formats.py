@@ -127,26 +127,6 @@ def test_fp8_ds_mla_rows(seed: int, dtype: torch.dtype, magnitude: int) -> None:
     assert ((decoded[:, :384] - kv_c.double()).abs() <= bound * (1 + 1e-6)).all()
 
 
-def test_fp8_ds_mla_of_deepseek_has_656_bytes() -> None:
-    """A row has 512 codes, four scales at byte 512, and 64 values of k_pe at byte 528."""
-    assert (row_width(torch.uint8, 512, 64), row_width(FP8, 512, 64), row_width(torch.bfloat16, 512, 64)) == (
-        656,
-        576,
-        576,
-    )
-    peaks = torch.tensor([448.0, 896.0, 0.0, 3.5])
-    kv_c = peaks.repeat_interleave(128)[None].clone()
-    kv_c[0, 1] = -(2.0**-9)
-    k_pe = torch.arange(64, dtype=torch.float32)[None]
-    row = to_cache_rows(kv_c, k_pe, torch.uint8, None)[0].numpy().tobytes()
-    assert len(row) == 656
-    assert row[:512] == bytes([0x7E, 0x81] + [0x7E] * 254 + [0] * 128 + [0x7E] * 128)
-    assert struct.unpack_from("<4f", row, 512) == (1.0, 2.0, FLT_MIN, 3.5 / 448)
-    assert [bits << 16 for bits in struct.unpack_from("<64H", row, 528)] == [
-        struct.unpack("<I", struct.pack("<f", i))[0] for i in range(64)
-    ]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_with_scales_are_rounded_once_from_float32(dtype: torch.dtype) -> None:
     scale = torch.tensor([0.37])
@@ -185,10 +165,11 @@ def test_plain_rows_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("storage", "rank", "rope"), [(torch.float16, 40, 6), (FP8, 40, 6), (torch.uint8, 128, 6), (torch.uint8, 512, 64)]
+    ("storage", "rank", "rope", "width"),
+    [(torch.float16, 40, 6, 46), (FP8, 512, 64, 576), (torch.uint8, 128, 6, 144), (torch.uint8, 512, 64, 656)],
 )
-def test_widths(storage: torch.dtype, rank: int, rope: int) -> None:
-    width = row_width(storage, rank, rope)
+def test_widths(storage: torch.dtype, rank: int, rope: int, width: int) -> None:
+    assert row_width(storage, rank, rope) == width
     assert rope_dim_of(width, storage, rank) == rope
     kv_scale = torch.ones(1) if storage == FP8 else None
     assert to_cache_rows(torch.ones(2, rank), torch.ones(2, rope), storage, kv_scale).shape == (2, width)

@@ -21,49 +21,92 @@ def keys(tokens: Sequence[int]) -> list[bytes]:
     return chain[1:]
 
 
-class Reuse(RuleBasedStateMachine):
-    """Random sequences of two tokens are admitted and freed; a plain dict has the content of every block."""
+class Blocks(RuleBasedStateMachine):
+    """Random sequences of two tokens are admitted and freed; a plain dict has the content of every block.
+
+    A new block is in no other sequence, a refused call changes nothing, and another rank gets the same blocks.
+    """
 
     @initialize(size=st.integers(1, 8))
     def start(self, size: int) -> None:
-        self.size, self.allocator = size, BlockAllocator(size, BLOCK)
+        self.size, self.allocator, self.other_rank = size, BlockAllocator(size, BLOCK), BlockAllocator(size, BLOCK)
         self.content: dict[int, Sequence[int]] = {}  # block -> all tokens up to its end
         self.held: list[list[int]] = []
+
+    @property
+    def out(self) -> set[int]:
+        return {block for held in self.held for block in held}
 
     @rule(tokens=st.lists(st.integers(0, 1), max_size=9))
     def admit(self, tokens: list[int]) -> None:
         found = self.allocator.find(keys(tokens))
+        assert found == self.other_rank.find(keys(tokens))
         assert [self.content[block] for block in found] == [
             tokens[: (index + 1) * BLOCK] for index in range(len(found))
         ]
-        self.allocator.share(found)
-        num_new = -(-len(tokens) // BLOCK) - len(found)
-        if num_new > self.allocator.num_free:
-            self.allocator.free(found)
+        for allocator in (self.allocator, self.other_rank):
+            allocator.share(found)
+        num_new, num_free = -(-len(tokens) // BLOCK) - len(found), self.allocator.num_free
+        if num_new > num_free:
+            message = "never fit" if num_new > self.size else f"only {num_free} of {self.size} blocks are free"
+            with pytest.raises(ValueError, match=message):
+                self.allocator.allocate(num_new)
+            self.free(found)
             return
-        blocks = found + self.allocator.allocate(num_new)
+        new = self.allocator.allocate(num_new)
+        assert new == self.other_rank.allocate(num_new)
+        blocks = found + new
         assert len(set(blocks)) == len(blocks)
-        assert not set(blocks[len(found) :]) & {block for held in self.held for block in held}
-        for block in blocks[len(found) :]:
-            self.content[block] = ()
+        assert set(new) <= set(range(self.size)) - self.out
+        self.content |= dict.fromkeys(new, ())
         for index in range(len(found), len(tokens) // BLOCK):
             self.content[blocks[index]] = tokens[: (index + 1) * BLOCK]
-            self.allocator.remember(blocks[index], keys(tokens)[index])
+            for allocator in (self.allocator, self.other_rank):
+                allocator.remember(blocks[index], keys(tokens)[index])
         assert len(self.allocator.find(keys(tokens))) == len(tokens) // BLOCK
         self.held.append(blocks)
 
-    @rule(data=st.data())
-    def leave(self, data: st.DataObject) -> None:
-        if self.held:
-            self.allocator.free(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))))
+    @rule(data=st.data(), is_whole=st.booleans())
+    def leave(self, data: st.DataObject, is_whole: bool) -> None:
+        if any(self.held):
+            blocks = data.draw(st.sampled_from([blocks for blocks in self.held if blocks]))
+            self.free([blocks.pop() for _ in range(len(blocks) if is_whole else 1)][::-1])
+
+    def free(self, blocks: list[int]) -> None:
+        for allocator in (self.allocator, self.other_rank):
+            allocator.free(blocks)
+
+    @rule(block=st.integers(-2, 9), data=st.data())
+    def free_what_is_not_out(self, block: int, data: st.DataObject) -> None:
+        """Together with blocks that are out: all or none."""
+        with_it = data.draw(st.sampled_from([*self.held, []]))
+        if block in self.out:
+            with pytest.raises(ValueError, match="given twice"):
+                self.allocator.free([block, block])
+        else:
+            with pytest.raises(ValueError, match=rf"\[{block}\] are not allocated"):
+                self.allocator.free([*with_it, block])
 
     @invariant()
     def counts_add_up(self) -> None:
         if hasattr(self, "allocator"):
-            assert self.allocator.num_free == self.size - len({block for held in self.held for block in held})
+            assert self.allocator.num_free == self.size - len(self.out)
 
 
-TestReuse = Reuse.TestCase
+TestBlocks = Blocks.TestCase
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((0, 4), "num_blocks is 0; it must be at least 1"),
+        ((-3, 4), "num_blocks is -3; it must be at least 1"),
+        ((4, 0), "block_tokens is 0; it must be at least 1"),
+    ],
+)
+def test_allocators_of_nothing(sizes: tuple[int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        BlockAllocator(*sizes)
 
 
 def hold(allocator: BlockAllocator, tokens: list[int]) -> list[int]:
@@ -104,27 +147,6 @@ def test_blocks_that_hold_nothing_to_be_found_go_first() -> None:
     assert find(allocator, [1, 2, 3, 4]) == known
 
 
-def test_a_shared_block_stays_until_the_last_holder_goes() -> None:
-    allocator = BlockAllocator(2, BLOCK)
-    blocks = hold(allocator, [1, 2, 3, 4])
-    allocator.share(blocks[:1])
-    allocator.free(blocks)
-    assert allocator.num_free == 1
-    assert allocator.allocate(1) == blocks[1:]
-    with pytest.raises(ValueError, match="only 0 of 2 blocks are free"):
-        allocator.allocate(1)
-    allocator.free(blocks[:1])
-    assert find(allocator, [1, 2, 3, 4]) == blocks[:1]
-
-
-def test_the_same_tokens_after_others_are_another_content() -> None:
-    allocator = BlockAllocator(8, BLOCK)
-    blocks = hold(allocator, [1, 2, 3, 4])
-    assert find(allocator, [3, 4]) == []
-    assert find(allocator, [1, 2, 1, 2]) == blocks[:1]
-    assert find(allocator, [1]) == []
-
-
 def test_two_that_computed_the_same_share_what_follows() -> None:
     allocator = BlockAllocator(8, BLOCK)
     first, twin = hold(allocator, [1, 2]), hold(allocator, [1, 2])
@@ -152,8 +174,3 @@ def test_tokens_of_a_large_vocabulary() -> None:
     assert find(allocator, [163_000, 1]) == []
     assert find(allocator, [163_000 - (1 << 16), 1 << 40]) == []
     assert find(allocator, [163_000, 1 << 41]) == []
-
-
-def test_block_tokens() -> None:
-    with pytest.raises(ValueError, match="block_tokens is 0; it must be at least 1"):
-        BlockAllocator(4, 0)

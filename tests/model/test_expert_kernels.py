@@ -55,7 +55,6 @@ def test_blocks() -> None:
     ],
 )
 def test_the_product_compiles(weights: str, few: bool, gated: bool) -> None:
-    pytest.importorskip("triton")
     from dcpmla.model.kernels.experts import _FEW, _TILINGS
 
     tiling = _FEW[DTYPES[weights]] if few else _TILINGS[DTYPES[weights]][-1]
@@ -71,6 +70,14 @@ def test_the_product_compiles(weights: str, few: bool, gated: bool) -> None:
     if DTYPES[weights] == torch.uint8 and "wgmma" in ptx:  # the left side's registers are free for the next one
         loop = ptx[ptx.index("Inner Loop Header") :]
         assert loop.index("wgmma.wait_group") < loop.index("cp.async.bulk.tensor")
+
+
+def constants_of(weights: str, gated: bool) -> dict[str, Any]:
+    """Return a product's sizes, and the bounds of its activation: of some packed weights as Kimi-K3's."""
+    sizes = {"TOP_K": 9, "WIDTH": 512, "K": 7168} if gated else {"TOP_K": 1, "WIDTH": 7168, "K": 512}
+    is_bounded = weights in ("u8", "fp4")
+    bounds = (4.0, 25.0, True) if is_bounded else (None, None, False)
+    return sizes | dict(zip(("gate_bound", "up_bound", "IS_SMOOTH"), bounds, strict=True))
 
 
 def compile_product(
@@ -95,11 +102,8 @@ def compile_product(
         "out_ptr": "*bf16",
     }
     constants: dict[str, Any] = {"ROWS": tile.rows, "BLOCK_ROWS": tile.rows, "DEPTH": tile.depth}
-    constants |= {"gate_bound": None, "up_bound": None, "IS_SMOOTH": False}
-    if weights in ("u8", "fp4"):  # as Kimi-K3's
-        constants |= {"gate_bound": 4.0, "up_bound": 25.0, "IS_SMOOTH": True}
-    constants |= {"TOP_K": 9 if gated else 1, "NUM_SUMMED": num_summed}
-    constants |= {"WIDTH": 512, "K": 7168} if gated else {"WIDTH": 7168, "K": 512}
+    constants |= constants_of(weights, gated)
+    constants["NUM_SUMMED"] = num_summed
     constants |= {"STAGES": tile.num_stages} | ({} if is_packed else {"GATED": gated})
     left_out = [(few, "routes_ptr"), (not gated, "expert_weights_ptr"), (weights == "bf16", "w_scales_ptr")]
     left_out.append((weights == "bf16", "x_scales_ptr"))
@@ -113,7 +117,6 @@ def compile_product(
     ("weights", "gated"), [("bf16", True), ("fp8e4nv", True), ("fp8e4nv", False), ("fp4", True), ("int4", False)]
 )
 def test_the_product_of_many_rows_compiles(weights: str, gated: bool) -> None:
-    pytest.importorskip("triton")
     ptx, said = compile_product_of_many_rows(weights, gated, enable_fp_fusion=True)
     assert "wgmma.mma_async.sync.aligned.m64n128k" in ptx
     assert ("f32.e4m3.e4m3" in ptx) == (weights == "fp8e4nv")
@@ -146,11 +149,8 @@ def compile_product_of_many_rows(weights: str, gated: bool, enable_fp_fusion: bo
         "out_ptr": "*fp8e4nv" if is_fp8 and gated else "*bf16",
         "out_scales_ptr": "*fp32",
     }
-    constants: dict[str, Any] = {"TOP_K": 9 if gated else 1, "GATED": gated, "DTYPE": gl.bfloat16}
-    constants |= {"gate_bound": None, "up_bound": None, "IS_SMOOTH": False}
-    if weights in ("u8", "fp4"):  # as Kimi-K3's
-        constants |= {"gate_bound": 4.0, "up_bound": 25.0, "IS_SMOOTH": True}
-    constants |= {"WIDTH": 512, "K": 7168} if gated else {"WIDTH": 7168, "K": 512}
+    constants: dict[str, Any] = {"GATED": gated, "DTYPE": gl.bfloat16}
+    constants |= constants_of(weights, gated)
     constants |= {"x_scales_stride_row": 1} if is_fp8 else {"x_scales_ptr": None}
     left_out = [
         (weights == "bf16", "w_scales_ptr"),
@@ -165,7 +165,6 @@ def compile_product_of_many_rows(weights: str, gated: bool, enable_fp_fusion: bo
 @pytest.mark.parametrize(("weights", "gated"), [("fp8e4nv", False), ("bf16", True)])
 def test_products_in_a_fixed_order_round_alike(weights: str, gated: bool) -> None:
     """In both kernels and in each tile: the same steps of the tensor cores, the same arithmetic for a number."""
-    pytest.importorskip("triton")
     from dcpmla.model.kernels.experts import _FEW, _TILINGS, _widen
 
     tilings = [_widen(tiling) for tiling in (_FEW[DTYPES[weights]], *_TILINGS[DTYPES[weights]])]

@@ -28,7 +28,7 @@ from dcpmla.parallel.quantized import (
     unpack,
 )
 from tests.support.glu import GLUS, glu_of
-from tests.support.shared_memory import run_interpreted
+from tests.support.shared_memory import interpret, run_interpreted
 
 FORMATS = ("plain", "fp8", "fp4", "int4")
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}  # relative, of norms
@@ -213,9 +213,6 @@ def check_given_codes() -> None:
     """Compare rows that were quantized before, in another order of their scales, with rows that the kernels quantize,
     and both with float64.
     """
-    from tests.support.interpreter import convert_as_torch
-
-    convert_as_torch()
     for num_tokens in (1, 3):
         x, ids, expert_weights, weights = case = make_case("fp8", num_tokens, 3, 2, 256, 128)
         rows = quantize_rows(x)
@@ -227,7 +224,7 @@ def check_given_codes() -> None:
 
 
 def test_given_codes_in_the_interpreter() -> None:
-    run_interpreted(1, check_given_codes)
+    interpret(check_given_codes)
 
 
 @pytest.mark.gpu

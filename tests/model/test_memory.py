@@ -19,7 +19,7 @@ from dcpmla.parallel.linear import Linear
 from dcpmla.parallel.quantized import GroupFp8, cut
 from tests.attention.test_decode_compile import compile_for_hopper
 from tests.support.ranks import run_ranks
-from tests.support.shared_memory import run_interpreted
+from tests.support.shared_memory import interpret
 
 FP8 = torch.float8_e4m3fn
 EPS, STREAMS, WIDTH, COLUMNS, HIDDEN = 1e-6, 4, 64, 6, 40
@@ -142,16 +142,8 @@ def check_kernels(device: str) -> None:
     assert kernels.look_up(*arguments).shape == (0, 144)
 
 
-def check_in_the_interpreter() -> None:
-    from tests.support.interpreter import convert_as_torch
-
-    convert_as_torch()
-    check_kernels("cpu")
-
-
 def test_the_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_interpreted(1, check_in_the_interpreter)
+    interpret(check_kernels, "cpu")
 
 
 @pytest.mark.gpu
@@ -161,7 +153,6 @@ def test_the_kernels() -> None:
 
 def test_the_kernels_compile() -> None:
     """Compile for the sizes of DeepSeek-V4.1: rows of 256 codes, streams of 4,096 columns stay in registers."""
-    pytest.importorskip("triton")
     from triton.compiler import ASTSource
 
     from dcpmla.model.kernels.memory import add_recalled_kernel, look_up_kernel

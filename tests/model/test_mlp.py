@@ -9,7 +9,7 @@ from dcpmla.model.mlp import activate_rows
 from dcpmla.parallel.fp8 import quantize_rows
 from dcpmla.parallel.quantized import quantize_groups
 from tests.support.glu import GLUS, glu_of
-from tests.support.shared_memory import run_interpreted
+from tests.support.shared_memory import interpret
 
 WIDTHS = (1, 48, 128, 1025, 1152)
 
@@ -72,15 +72,8 @@ def test_the_operator() -> None:
         torch.library.opcheck(torch.ops.dcpmla.glu, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
-def check_in_the_interpreter() -> None:
-    from tests.support.interpreter import convert_as_torch
-
-    convert_as_torch()
-    check_kernel("cpu")
-
-
 def test_the_kernel_in_the_interpreter() -> None:
-    run_interpreted(1, check_in_the_interpreter)
+    interpret(check_kernel, "cpu")
 
 
 @pytest.mark.gpu

@@ -18,39 +18,43 @@ from dcpmla.integrations.families.table import find_family
 from dcpmla.model.moe import Gate
 from dcpmla.model.router import Router, route, router_logits, split_weight
 from tests.attention.test_small_kernels import compile_for_hopper
-from tests.support.models import tiny_config
 from tests.support.shared_memory import run_interpreted
 
 GROUPS = {"num_groups": 4, "topk_groups": 2, "n_routed_experts": 16}
-FAMILIES = {  # module, class, keys of its config; what the Router differs in
-    "deepseek_v2": ({"topk_method": "group_limited_greedy"}, {"scoring": "softmax", "group_score": "max"}),
-    "deepseek_v2 greedy": ({"topk_method": "greedy"}, {"scoring": "softmax", "num_groups": 1, "topk_groups": 1}),
-    "deepseek_v3": ({"norm_topk_prob": True}, {"renormalize": True}),
-    "deepseek_v32": ({"norm_topk_prob": False}, {}),
-    "glm4_moe_lite": ({"norm_topk_prob": True, "n_group": 1, "topk_group": 1}, {"renormalize": True, "num_groups": 1}),
-    "glm_moe_dsa": ({"norm_topk_prob": True}, {"renormalize": True}),
-    "mistral4": ({"norm_topk_prob": True}, {"scoring": "softmax", "renormalize": True}),
-    "longcat_flash": ({}, {"scoring": "softmax", "num_groups": 1, "topk_groups": 1}),
-    "deepseek_v4": ({}, {"scoring": "sqrtsoftplus", "renormalize": True, "num_groups": 1, "topk_groups": 1}),
+FAMILIES: dict[str, dict[str, Any]] = {  # fields of the config
+    "deepseek_v2": {"topk_method": "group_limited_greedy"},
+    "deepseek_v2 greedy": {"topk_method": "greedy"},
+    "deepseek_v3": {"norm_topk_prob": True},
+    "deepseek_v3 greedy": {"topk_method": "greedy"},  # transformers reads `topk_method` for DeepSeek-V2 alone
+    "deepseek_v32": {"norm_topk_prob": False},
+    "glm4_moe_lite": {"norm_topk_prob": True, "n_group": 1, "topk_group": 1},
+    "glm_moe_dsa": {"norm_topk_prob": True},
+    "mistral4": {"norm_topk_prob": True},
+    "longcat_flash": {},
+    "deepseek_v4": {},
 }
-CLASSES = {"deepseek_v2": "V2", "deepseek_v3": "V3", "deepseek_v32": "V32"}
 
 
-def transformers_router(family: str, keys: dict[str, Any]) -> Any:
-    """Build transformers' router of a family: 16 experts (LongCat's last 4 are zero experts), 4 of which are chosen."""
+def transformers_router(family: str) -> tuple[Any, Any]:
+    """Build transformers' router of a family: 16 experts (LongCat's last 4 are zero experts), 4 of which are chosen.
+    Return its config, too.
+    """
     name = family.split()[0]
     modeling = import_module(f"transformers.models.{name}.modeling_{name}")
     router = next(getattr(modeling, key) for key in vars(modeling) if key.lower().endswith("topkrouter"))
     config = import_module(f"transformers.models.{name}.configuration_{name}")
     config_class = next(getattr(config, key) for key in vars(config) if key.endswith(("Config",)) and key[0] in "DGML")
-    common = {"n_group": 4, "topk_group": 2, "n_routed_experts": 16, "num_experts_per_tok": 4, "hidden_size": 64}
+    common = {"n_routed_experts": 16, "num_experts_per_tok": 4, "hidden_size": 64}
+    if name != "deepseek_v4":
+        common |= {"n_group": 4, "topk_group": 2}
     if name == "longcat_flash":
         common = {"n_routed_experts": 12, "zero_expert_num": 4, "moe_topk": 4, "hidden_size": 64}
-    module = router(config_class(**{**common, "routed_scaling_factor": 2.5, **keys}))
+    built = config_class(**{**common, "routed_scaling_factor": 2.5, **FAMILIES[family]})
+    module = router(built)
     generator = torch.Generator().manual_seed(0)
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data.normal_(generator=generator).mul_(0.3)
-    return module
+    return module, built
 
 
 def sorted_routes(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,12 +65,8 @@ def sorted_routes(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_as_transformers(family: str) -> None:
-    keys, differs = FAMILIES[family]
-    module = transformers_router(family, keys)
-    common = {"scoring": "sigmoid", "top_k": 4, "num_groups": 4, "topk_groups": 2, "group_score": "top2_sum"}
-    how = Router(
-        **{**common, "routed_scaling_factor": 2.5, "topk_groups": 2 if "num_groups" not in differs else 1} | differs
-    )
+    module, config = transformers_router(family)
+    how = find_family(family.split()[0]).routing.router(config, 0)
     x = torch.randn(50, 64, generator=torch.Generator().manual_seed(1))
     logits = router_logits(x, next(module.parameters())[None])
     expected_logits, expected_weights, expected_ids = module(x)
@@ -245,7 +245,6 @@ def test_logits_on_a_gpu(stored: torch.dtype) -> None:
 
 
 def test_kernels_compile_for_hopper() -> None:
-    pytest.importorskip("triton")
     from dcpmla.model.kernels.router import logits_kernel, route_kernel
 
     sizes = {"NUM_EXPERTS": 256, "NUM_GROUPS": 8, "TOPK_GROUPS": 4, "TOP_K": 8, "NUM_SHARED": 1}
@@ -282,11 +281,3 @@ def test_shapes_that_do_not_fit() -> None:
         route(torch.zeros(2, 12), torch.zeros(11), how)
     ids, weights = route(torch.zeros(0, 12), None, how)
     assert ids.shape == weights.shape == (0, 2)
-
-
-@pytest.mark.parametrize(("family", "num_groups"), [("deepseek_v2", 1), ("deepseek_v3", 4), ("mistral4", 4)])
-def test_a_method_of_deepseek_v2_alone(family: str, num_groups: int) -> None:
-    """transformers reads `topk_method` there and nowhere else."""
-    config = tiny_config(family)
-    config.topk_method, config.n_routed_experts, config.n_group, config.topk_group = "greedy", 8, 4, 2
-    assert find_family(family).routing.router(config, 0).num_groups == num_groups

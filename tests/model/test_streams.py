@@ -14,7 +14,7 @@ from dcpmla.model.mixing import Constants, Mixing, Projection, Streams
 from dcpmla.model.streams import Connection, DelayedCollapse, enter, finish, mix
 from dcpmla.parallel.quantized import AnyRows, NormedRows, plain, quantize_groups
 from tests.attention.test_decode_compile import compile_for_hopper
-from tests.support.shared_memory import run_interpreted
+from tests.support.shared_memory import interpret
 
 CONSTANTS = Constants(eps=1e-6, stream_eps=1e-5, num_iters=5)
 INDEPENDENT = Constants(eps=1e-6, stream_eps=1e-5, num_iters=0, post_scale=1.5, post_eps=1e-5)
@@ -191,16 +191,15 @@ def check_kernels(device: str, dtype: torch.dtype, cases: tuple[tuple[int, int, 
         torch.use_deterministic_algorithms(False)
 
 
-def check_in_the_interpreter() -> None:
-    from tests.support.interpreter import convert_as_torch
-
-    convert_as_torch()
-    check_kernels("cpu", torch.float32, ((1, 4, 80), (19, 3, 128), (5, 1, 48), (0, 4, 64)))
-    check_kernels("cpu", torch.float16, ((3, 2, 130),))
-
-
 def test_kernels_in_the_interpreter() -> None:
-    run_interpreted(1, check_in_the_interpreter)
+    """For few tokens, for more than 16, and for none."""
+    interpret(check_kernels, "cpu", torch.float32, ((1, 4, 80), (17, 3, 128), (0, 4, 64)))
+
+
+@pytest.mark.thorough
+def test_more_shapes_in_the_interpreter() -> None:
+    interpret(check_kernels, "cpu", torch.float32, ((19, 3, 128), (5, 1, 48)))
+    interpret(check_kernels, "cpu", torch.float16, ((3, 2, 130),))
 
 
 @pytest.mark.gpu
@@ -214,7 +213,6 @@ def test_kernels(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("is_few", [True, False])
 @pytest.mark.parametrize(("has_out", "num"), [(True, 24), (False, 4), (True, 0), (True, 8)])
 def test_the_first_kernel_compiles(has_out: bool, num: int, is_few: bool) -> None:
-    pytest.importorskip("triton")
     from triton.compiler import ASTSource
 
     from dcpmla.model.kernels.mix import mix_few_kernel, mix_kernel
@@ -237,7 +235,6 @@ def test_the_first_kernel_compiles(has_out: bool, num: int, is_few: bool) -> Non
     [(False, True, False), (True, True, False), (False, False, False), (False, True, True)],
 )
 def test_the_second_kernel_compiles(is_head: bool, mixes: bool, delays: bool) -> None:
-    pytest.importorskip("triton")
     from triton.compiler import ASTSource
 
     from dcpmla.model.kernels.streams import weigh_kernel

@@ -13,7 +13,7 @@ from torch import Tensor
 from dcpmla.model.calls import Sums
 from dcpmla.model.sums import Mixer, mix_sums
 from tests.attention.test_decode_compile import compile_for_hopper
-from tests.support.shared_memory import run_interpreted
+from tests.support.shared_memory import interpret
 
 EPS = 1e-5
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -90,15 +90,8 @@ def check_kernel(device: str) -> None:
     assert kernels.mix_sums(Sums(*empty[:4]), *empty[4:], EPS, False)[0].shape == (0, 48)
 
 
-def check_in_the_interpreter() -> None:
-    from tests.support.interpreter import convert_as_torch
-
-    convert_as_torch()
-    check_kernel("cpu")
-
-
 def test_the_kernel_in_the_interpreter() -> None:
-    run_interpreted(1, check_in_the_interpreter)
+    interpret(check_kernel, "cpu")
 
 
 @pytest.mark.gpu
@@ -109,7 +102,6 @@ def test_the_kernel() -> None:
 @pytest.mark.parametrize("has_out", [False, True])
 def test_the_kernel_compiles(has_out: bool) -> None:
     """Kimi-K3's rows stay in registers."""
-    pytest.importorskip("triton")
     from triton.compiler import ASTSource
 
     from dcpmla.model.kernels.sums import mix_sums_kernel

@@ -27,7 +27,7 @@ from tests.parallel.test_fp8_linear import blocks, exact, quantized
 from tests.support.ranks import run_ranks
 from tests.support.row_errors import largest_error
 from tests.support.rows_apart import assert_rows_apart, rows_differ
-from tests.support.shared_memory import run_interpreted
+from tests.support.shared_memory import interpret
 
 FP8 = torch.float8_e4m3fn
 
@@ -228,7 +228,6 @@ def check_forms(device: str, dtype: torch.dtype, num_tokens: int, num_rows: int,
 
 def test_segments() -> None:
     """Parts of whole blocks and of at most 2,048 columns, by the depth alone."""
-    pytest.importorskip("triton")
     from dcpmla.parallel.kernels.fixed import segment_width
 
     widths = {62: 128, 512: 512, 1536: 1536, 2048: 2048, 2049: 1152, 4352: 1536, 7168: 1792, 10944: 1920, 16384: 2048}
@@ -236,9 +235,6 @@ def test_segments() -> None:
 
 
 def check_in_the_interpreter() -> None:
-    from tests.support.interpreter import convert_as_torch
-
-    convert_as_torch()
     for dtype, *sizes in (
         (torch.float16, 3, 40, 264),  # the interpreter does not multiply bfloat16
         (torch.float16, 70, 24, 128),
@@ -256,8 +252,7 @@ def check_in_the_interpreter() -> None:
 
 
 def test_kernel_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_interpreted(1, check_in_the_interpreter)
+    interpret(check_in_the_interpreter)
 
 
 @pytest.mark.gpu
@@ -307,7 +302,6 @@ def test_all_tiles_give_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, FP8], ids=str)
 def test_chosen_tiles_fit(dtype: torch.dtype) -> None:
     """A Hopper GPU gives a program 227 KB of shared memory; scales are of 128 rows and columns; segments of 128."""
-    pytest.importorskip("triton")
     from dcpmla.parallel.kernels.fixed import choose_tile
 
     sizes = (1, 16, 17, 32, 33, 64, 65, 128, 129, 300, 1000, 2048, 8192)
@@ -340,7 +334,6 @@ def test_rows_on_a_gpu(dtype: torch.dtype) -> None:
 )
 def test_the_kernel_compiles_for_hopper(dtype: str, num_tokens: int, num_rows: int, width: int) -> None:
     """Few and many rows by the same kind of instruction, which follow each other, and no register in memory."""
-    pytest.importorskip("triton")
     from triton.compiler import ASTSource
 
     from dcpmla.parallel.kernels.fixed import choose_tile, fixed_linear_kernel, segment_width

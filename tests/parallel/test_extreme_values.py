@@ -13,7 +13,7 @@ from dcpmla.attention.output import ops as output_ops
 from dcpmla.attention.output.formats import OutputQuant, TargetRows
 from dcpmla.parallel.quantized import BlockFp8, GroupFp8, dequantize, quantize_groups
 from tests.attention.test_output_formats import codes
-from tests.support.shared_memory import run_interpreted
+from tests.support.shared_memory import interpret
 
 FP8 = torch.float8_e4m3fn
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -95,16 +95,12 @@ def check_weights(device: str) -> None:
 
 
 def check_in_the_interpreter() -> None:
-    from tests.support.interpreter import convert_as_torch
-
-    convert_as_torch()
     check_rows("cpu")
     check_weights("cpu")
 
 
 def test_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_interpreted(1, check_in_the_interpreter)
+    interpret(check_in_the_interpreter)
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ Kernels run on a GPU, in Triton's interpreter without one, and are compiled for 
 """
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from dcpmla.attention.layers.compressed.weights import GroupedLinear
 from dcpmla.attention.output import formats
 from dcpmla.parallel.fp8 import dequantize_blocks, fp8_linear
 from dcpmla.parallel.linear import Linear, RowParallelLinear, shard
 from dcpmla.parallel.quantized import BlockFp8, Fp8Product, GroupFp4, QuantizedRows, dequantize
 from tests.support.hopper import compile_source
 from tests.support.ranks import run_ranks
-from tests.support.shared_memory import run_interpreted
+from tests.support.shared_memory import interpret
 
 FP8 = torch.float8_e4m3fn
 # A product of e4m3 by e4m3 has sums of float32 in each block, and is rounded once: less than bfloat16's own step.
@@ -82,9 +82,7 @@ def check_kernel(device: str, dtype: torch.dtype, num_tokens: int, num_rows: int
 
 def check_in_the_interpreter() -> None:
     from dcpmla.parallel.kernels import quantize as kernels
-    from tests.support.interpreter import convert_as_torch
 
-    convert_as_torch()
     check_kernel("cpu", torch.float16, 3, 72, 14 * 128)  # in parts of the columns
     check_kernel("cpu", torch.float32, 17, 256, 128, groups=2)
     check_kernel("cpu", torch.bfloat16, 131, 72, 256)
@@ -97,8 +95,7 @@ def check_in_the_interpreter() -> None:
 
 
 def test_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_interpreted(1, check_in_the_interpreter)
+    interpret(check_in_the_interpreter)
 
 
 @pytest.mark.gpu
@@ -140,30 +137,38 @@ def test_the_operator_on_a_gpu() -> None:
     assert torch.equal(dequantize_blocks(*weight, torch.bfloat16), dequantize(weight, torch.bfloat16))
 
 
-TYPES = {"out_ptr": "*bf16", "arrivals_ptr": "*i32"} | dict.fromkeys(
-    ("partials_ptr", "weight_scales_ptr", "x_scales_ptr"), "*fp32"
-)
+def compile_product(kernel: Any, tiles: dict[str, str], num_tokens: int, **pointers: str) -> str:
+    """Compile a product by a weight of DeepSeek-V3's size; return its PTX.
+
+    Args:
+        tiles: Types of the rows that a descriptor loads.
+    """
+    from triton.compiler import ASTSource
+
+    from dcpmla.parallel.kernels.linear import choose_tiling
+
+    tiling = choose_tiling(num_tokens, 2112, 7168)
+    constants, names = {"SPLITS": tiling.splits, "STAGES": 4}, kernel.arg_names
+    types = {"out_ptr": "*bf16", "arrivals_ptr": "*i32", "partials_ptr": "*fp32"} | pointers
+    sizes = {"x_desc": tiling.tokens, "weight_desc": 64}
+    types |= {name: f"tensordesc<{dtype}[{sizes[name]}, 128]>" for name, dtype in tiles.items()}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    aligned = [(at,) for at, name in enumerate(names) if name.endswith(("_ptr", "columns"))]
+    attributes = {at: [["tt.divisibility", 16]] for at in aligned}
+    compiled = compile_source(ASTSource(kernel, signature, constants, attributes), {"num_warps": 4})
+    assert re.search(rf"wgmma.mma_async.sync.aligned.m64n{tiling.tokens}k", compiled.asm["ptx"])
+    assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
+    assert compiled.metadata.shared <= 232_448
+    return str(compiled.asm["ptx"])
 
 
 @pytest.mark.parametrize("num_tokens", [1, 128])
 def test_the_kernel_compiles_for_hopper(num_tokens: int) -> None:
-    pytest.importorskip("triton")
-    from triton.compiler import ASTSource
+    from dcpmla.parallel.kernels.linear import linear_kernel
 
-    from dcpmla.parallel.kernels.linear import choose_tiling, linear_kernel
-
-    tiling = choose_tiling(num_tokens, 2112, 7168)
-    constants, names = {"SPLITS": tiling.splits, "STAGES": 4}, linear_kernel.arg_names
-    tiles = {"x_desc": tiling.tokens, "weight_desc": 64}
-    types = TYPES | {name: f"tensordesc<fp8e4nv[{num_rows}, 128]>" for name, num_rows in tiles.items()}
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    aligned = [(at,) for at, name in enumerate(names) if name.endswith(("_ptr", "columns"))]
-    attributes = {at: [["tt.divisibility", 16]] for at in aligned}
-    source = ASTSource(linear_kernel, signature, constexprs=constants, attrs=attributes)
-    compiled = compile_source(source, {"num_warps": 4})
-    assert re.search(rf"wgmma.mma_async.sync.aligned.m64n{tiling.tokens}k32.f32.e4m3.e4m3", compiled.asm["ptx"])
-    assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
-    assert compiled.metadata.shared <= 232_448
+    tiles = {"x_desc": "fp8e4nv", "weight_desc": "fp8e4nv"}
+    scales = {"x_scales_ptr": "*fp32", "weight_scales_ptr": "*fp32"}
+    assert "k32.f32.e4m3.e4m3" in compile_product(linear_kernel, tiles, num_tokens, **scales)
 
 
 def test_the_operator() -> None:
@@ -216,17 +221,6 @@ def test_weights_stay_as_they_are_stored() -> None:
     assert torch.equal(narrow.weight, dequantize(blocks(128, 200), torch.bfloat16))
     with pytest.raises(ValueError, match="x is quantized, but the weight is not; pass rows in the weight's dtype"):
         narrow(quantized(x[:, :128]))
-
-
-def test_groups_of_columns() -> None:
-    """Each group has its rows of the weight; where they would share blocks, the weight becomes values."""
-    for out_features, is_fp8 in ((256, True), (200, False)):
-        weight, x = blocks(out_features, 256), rows(5, 512, torch.bfloat16)
-        linear = GroupedLinear(2, 256, out_features, dtype=torch.bfloat16)
-        linear.load(weight)
-        assert (linear.weight_scale is not None) == is_fp8
-        halves = zip(x.chunk(2, 1), dequantize(weight, torch.bfloat16).chunk(2), strict=True)
-        torch.testing.assert_close(linear(x), torch.cat([F.linear(*half) for half in halves], 1))
 
 
 def check_ranks() -> None:

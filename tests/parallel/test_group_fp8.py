@@ -3,7 +3,7 @@
 Kernels run on a GPU, in Triton's interpreter without one, and are compiled for Hopper.
 """
 
-import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,11 +16,10 @@ from dcpmla.parallel.linear import Linear
 from dcpmla.parallel.quantized import BlockFp8, GroupFp8, dequantize
 from dcpmla.parallel.reformat import reorder_rows
 from tests.attention.test_decode_compile import compile_for_hopper
-from tests.support.hopper import compile_source
-from tests.support.shared_memory import run_interpreted
+from tests.parallel.test_fp8_linear import assert_near, blocks, compile_product, rows
+from tests.support.shared_memory import interpret
 
 FP8 = torch.float8_e4m3fn
-TOLERANCE = 2**-8  # sums in float32 are rounded once to bfloat16
 
 
 def groups(num_rows: int, width: int, seed: int = 0, device: str = "cpu") -> GroupFp8:
@@ -36,16 +35,6 @@ def exact(weight: GroupFp8) -> Tensor:
     """Return the values, float64. A power of a GPU is rounded, even of a whole exponent."""
     factors = torch.ldexp(torch.ones_like(weight.scales, dtype=torch.float64), weight.scales.int() - 127)
     return weight.codes.double() * factors.repeat_interleave(32, 1)
-
-
-def rows(num_tokens: int, width: int, dtype: torch.dtype, device: str = "cpu") -> Tensor:
-    """Make random rows, cut out of wider ones."""
-    x = torch.randn(num_tokens, width + 16, generator=torch.Generator().manual_seed(5))
-    return x.to(device, dtype)[:, :width]
-
-
-def assert_near(got: Tensor, expected: Tensor) -> None:
-    assert (got.double() - expected).norm() <= TOLERANCE * expected.norm()
 
 
 def check_kernel(
@@ -68,9 +57,7 @@ def check_kernel(
 
 
 def check_in_the_interpreter() -> None:
-    from tests.support.interpreter import convert_as_torch
-
-    convert_as_torch()  # it multiplies no bfloat16
+    # The interpreter multiplies no bfloat16.
     check_kernel("cpu", torch.float32, 3, 72, 14 * 128)  # in parts of the columns
     check_kernel("cpu", torch.float32, 17, 256, 128, num_groups=2)
     check_kernel("cpu", torch.float32, 131, 72, 256)
@@ -79,8 +66,7 @@ def check_in_the_interpreter() -> None:
 
 
 def test_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_interpreted(1, check_in_the_interpreter)
+    interpret(check_in_the_interpreter)
 
 
 @pytest.mark.gpu
@@ -93,30 +79,10 @@ def test_kernels() -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 128])
 def test_the_kernel_compiles_for_hopper(num_tokens: int) -> None:
-    pytest.importorskip("triton")
-    from triton.compiler import ASTSource
-
     from dcpmla.parallel.kernels.group_linear import group_linear_kernel
-    from dcpmla.parallel.kernels.linear import choose_tiling
 
-    tiling = choose_tiling(num_tokens, 2112, 7168)
-    constants, names = {"SPLITS": tiling.splits, "STAGES": 4}, group_linear_kernel.arg_names
-    types = {
-        "x_desc": f"tensordesc<bf16[{tiling.tokens}, 128]>",
-        "weight_desc": "tensordesc<fp8e4nv[64, 128]>",
-        "weight_scales_ptr": "*u8",
-        "out_ptr": "*bf16",
-        "partials_ptr": "*fp32",
-        "arrivals_ptr": "*i32",
-    }
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    aligned = [(at,) for at, name in enumerate(names) if name.endswith(("_ptr", "columns"))]
-    attributes = {at: [["tt.divisibility", 16]] for at in aligned}
-    source = ASTSource(group_linear_kernel, signature, constexprs=constants, attrs=attributes)
-    compiled = compile_source(source, {"num_warps": 4})
-    assert re.search(rf"wgmma.mma_async.sync.aligned.m64n{tiling.tokens}k16.f32.bf16.bf16", compiled.asm["ptx"])
-    assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
-    assert compiled.metadata.shared <= 232_448
+    tiles = {"x_desc": "bf16", "weight_desc": "fp8e4nv"}
+    assert "k16.f32.bf16.bf16" in compile_product(group_linear_kernel, tiles, num_tokens, weight_scales_ptr="*u8")
 
 
 def test_the_operator() -> None:
@@ -156,10 +122,11 @@ def test_rows_in_another_order() -> None:
     assert torch.equal(exact(moved), exact(weight).unflatten(0, (3, 24))[:, order].flatten(0, 1))
 
 
-def test_groups_of_columns() -> None:
-    """Each group has its rows of the weight; kernels take groups of a multiple of 128 rows."""
+@pytest.mark.parametrize("make", [blocks, groups])
+def test_groups_of_columns(make: Callable[[int, int], BlockFp8 | GroupFp8]) -> None:
+    """Each group has its rows of the weight, which becomes values unless their number is a multiple of 128."""
     for out_features, is_fp8 in ((256, True), (200, False)):
-        weight, x = groups(out_features, 256), rows(5, 512, torch.bfloat16)
+        weight, x = make(out_features, 256), rows(5, 512, torch.bfloat16)
         linear = GroupedLinear(2, 256, out_features, dtype=torch.bfloat16)
         linear.load(weight)
         assert (linear.weight_scale is not None) == is_fp8
@@ -168,7 +135,6 @@ def test_groups_of_columns() -> None:
 
 
 def test_dequantizing_compiles_for_hopper() -> None:
-    pytest.importorskip("triton")
     from triton.compiler import ASTSource
 
     from dcpmla.parallel.kernels.group_linear import dequantize_groups_kernel

@@ -39,7 +39,8 @@ def test_own_groups() -> None:
     run_ranks(4, check_own_groups)
 
 
-def check_sizes() -> None:
+def check_mistakes() -> str:
+    """Check that sizes are refused, and that the first rank's mistake is every rank's."""
     with pytest.raises(ValueError, match=r"tensor_parallel_size \(-tp\) is 2, but the job has 3 ranks.*start 2 ranks"):
         init_mesh(2, 1)
     with pytest.raises(
@@ -47,12 +48,6 @@ def check_sizes() -> None:
     ):
         init_mesh(3, 2)
 
-
-def test_sizes_that_do_not_divide() -> None:
-    run_ranks(3, check_sizes)
-
-
-def check_agree() -> str:
     def disagree() -> None:
         with agree():
             if dist.get_rank() >= 1:
@@ -65,5 +60,5 @@ def check_agree() -> str:
     return str(error.value)
 
 
-def test_one_rank_s_mistake_is_every_rank_s() -> None:
-    assert run_ranks(3, check_agree) == ["rank 1 is unhappy"] * 3
+def test_mistakes() -> None:
+    assert run_ranks(3, check_mistakes) == ["rank 1 is unhappy"] * 3

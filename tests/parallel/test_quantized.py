@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from dcpmla.parallel.quantized import GroupFp4, dequantize
 from dcpmla.parallel.reformat import to_block_fp8
-from tests.support.quantized_models import quantize_fp4
 
 
 def random_fp4(num_rows: int, num_cols: int, lowest: int, highest: int, *batch: int) -> GroupFp4:
@@ -67,13 +65,3 @@ def test_what_e4m3_has_no_code_for(exponent: int, code: int, is_exact: bool) -> 
     assert (block is not None) == is_exact
     if block is not None:
         assert torch.equal(dequantize(block, torch.float32), dequantize(weight, torch.float32))
-
-
-def test_weights_quantized_by_their_largest() -> None:
-    weight: Tensor = torch.randn(128, 256) * torch.logspace(-2, 0, 256)
-    codes, scales, values = quantize_fp4(weight)
-    packed = GroupFp4(codes.view(torch.uint8), scales.to(torch.float8_e8m0fnu).view(torch.uint8))
-    assert torch.equal(dequantize(packed, torch.float32), values)
-    block = to_block_fp8(packed)
-    assert block is not None
-    assert torch.equal(dequantize(block, torch.float32), values)

@@ -1,5 +1,8 @@
-"""Biases and the least number of new tokens through the engine, against transformers' processors, drafts or not."""
+"""Penalties, biases and the least number of new tokens through the engine, against transformers' processors, drafts or
+not.
+"""
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -7,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 from transformers import (
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
@@ -27,7 +31,9 @@ some_params = st.builds(
     min_tokens=st.sampled_from([0, 1, 5, 8]),
     logit_bias=st.dictionaries(tokens, st.sampled_from([-100, -4, 0.5, 3, 100]), max_size=4),
     stop_token_ids=st.lists(st.one_of(tokens, st.just(VOCAB_SIZE + 3)), max_size=8),
-    repetition_penalty=st.sampled_from([1.0, 1.0, 1.7]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.7, 0.8]),
+    presence_penalty=st.sampled_from([0, 0, 1.5, -1]),
+    frequency_penalty=st.sampled_from([0, 0, 0.7, -0.2]),
     ignore_eos=st.booleans(),
 )
 
@@ -45,25 +51,37 @@ def processors(num_prompt: int, params: SamplingParams) -> LogitsProcessorList:
     return found
 
 
-def alone(prompt: list[int], params: SamplingParams) -> list[int]:
+def alone(prompt: list[int], params: SamplingParams, table: Tensor = TABLE) -> list[int]:
     """Return the greedy answer by the definitions."""
-    sequence, process = list(prompt), processors(len(prompt), params)
-    while len(sequence) < len(prompt) + params.max_new_tokens:
-        ids = torch.tensor([sequence])
-        sequence.append(int(process(ids, TABLE[sequence[-1]][None].clone()).argmax()))
-        if sequence[-1] in params.stop_token_ids or (sequence[-1] == EOS and not params.ignore_eos):
+    new, process = list[int](), processors(len(prompt), params)
+    while len(new) < params.max_new_tokens:
+        sequence = [*prompt, *new]
+        scores = process(torch.tensor([sequence]), table[sequence[-1]][None].clone())[0]
+        for token, count in Counter(new).items():
+            scores[token] -= params.presence_penalty + params.frequency_penalty * count
+        new.append(int(scores.argmax()))
+        if new[-1] in params.stop_token_ids or (new[-1] == EOS and not params.ignore_eos):
             break
-    return sequence[len(prompt) :]
+    return new
 
 
 @given(requests=st.lists(st.tuples(prompts, some_params), min_size=1, max_size=5), budget=st.sampled_from([4, 64]))
 def test_tokens_are_those_of_transformers(requests: list[tuple[list[int], SamplingParams]], budget: int) -> None:
-    """Also with prompts in pieces, and of requests that are computed again."""
+    """Also of the token under way, with prompts in pieces, and of requests that are computed again."""
     engine = make_engine(8, budget, model=TableModel())
     added = [engine.add(prompt, params) for prompt, params in requests]
     list(engine.run())
     for request, (prompt, params) in zip(added, requests, strict=True):
         assert request.token_ids == alone(prompt, params)
+
+
+@pytest.mark.parametrize("repetition", [1.7, 0.8])
+def test_repeated_tokens_of_negative_logits(repetition: float) -> None:
+    params = SamplingParams(max_new_tokens=12, repetition_penalty=repetition, ignore_eos=True)
+    engine = make_engine(8, 64, model=TableModel(TABLE - 20))
+    request = engine.add([1, 2, 3], params)
+    list(engine.run())
+    assert request.token_ids == alone([1, 2, 3], params, TABLE - 20)
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -68,7 +68,6 @@ def check_in_the_interpreter() -> None:
 
 
 def test_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
     run_interpreted(1, check_in_the_interpreter)
 
 
@@ -79,7 +78,6 @@ def test_on_a_gpu() -> None:
 
 
 def test_they_compile_for_hopper() -> None:
-    pytest.importorskip("triton")
     from dcpmla.runtime.kernels.lookup import lookup_kernel
     from dcpmla.runtime.kernels.verification import verify_kernel
 

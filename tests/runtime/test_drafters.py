@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.step.metadata import StepBuilder
-from dcpmla.cache.latent import LatentCache, LatentPlan, LayerMemory
+from dcpmla.cache.latent import LatentCache
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import StepGraph
@@ -18,9 +18,17 @@ from dcpmla.runtime.mtp import MtpDrafter
 from dcpmla.runtime.ngram import NgramDrafter
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
-from dcpmla.runtime.warm_up import warm_up
 from tests.support.engines import new_engine
-from tests.support.hash_model import BLOCK, MESH, VOCAB_SIZE, HashModel, alone_ignoring_eos, make_engine
+from tests.support.hash_model import (
+    BLOCK,
+    MESH,
+    VOCAB_SIZE,
+    HashModel,
+    alone_ignoring_eos,
+    answer,
+    make_engine,
+    new_cache,
+)
 
 
 class HashModelWithMtp(HashModel):
@@ -52,12 +60,7 @@ def make_mtp_engine(
     max_num_seqs: int,
     model: HashModelWithMtp | None = None,
 ) -> Engine:
-    model, device = model or HashModelWithMtp(), torch.device("cpu")
-    plan = LatentPlan(
-        num_blocks=num_blocks, block_size=BLOCK, layers=(LayerMemory(2),), dtype=torch.float32, dcp_size=1
-    )
-    cache = LatentCache(plan, device)
-    cache[0].latents.fill_(torch.nan)
+    model, cache = model or HashModelWithMtp(), new_cache(num_blocks)
     dcp = DCPConfig(block_size=BLOCK, context_workspace_tokens=BLOCK * 16)
     limits = cache, StepBuilder(dcp, 0), MESH, min(max_num_seqs, max_num_batched_tokens), 100
     graph = StepGraph.decodes(model.decode, torch.tensor(0), *limits, 1 + num_drafts)
@@ -110,19 +113,11 @@ def test_mtp_drafts_after_the_last_token_that_was_accepted() -> None:
             return torch.full((len(hidden_states),), VOCAB_SIZE - 2)
 
     engine = make_mtp_engine(3, 90, 64, 16, Wrong())
-    request = engine.add([1, 2, 3, 4, 5], SamplingParams(max_new_tokens=9, ignore_eos=True))
-    list(engine.run())
+    (request,) = answer(engine, [1, 2, 3, 4, 5], num_new=9, ignore_eos=True)
     assert VOCAB_SIZE - 2 not in request.token_ids
     starts = sorted(set(first_positions))
     assert starts == list(range(starts[0], starts[0] + len(starts)))
     assert starts[-1] < len(request.prompt_token_ids) + 9
-
-
-@pytest.mark.parametrize("max_num_batched_tokens", [33, 64, 65])
-def test_the_warm_up_meets_no_step_that_mtp_cannot_follow(max_num_batched_tokens: int) -> None:
-    engine = make_mtp_engine(3, 90, max_num_batched_tokens, 16)
-    warm_up(engine)
-    assert not engine.has_requests
 
 
 @pytest.mark.parametrize("with_graph", [False, True])

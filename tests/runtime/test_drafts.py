@@ -19,90 +19,59 @@ from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.scheduler import Scheduler
 from dcpmla.runtime.speculation import Speculation
-from tests.runtime.test_engine import Load, check_limits, check_totals, loads
+from tests.runtime.test_engine import check_limits, check_totals
+from tests.support.engine_loads import Load, loads, serve
 from tests.support.hash_model import (
     BLOCK,
-    EOS,
     VOCAB_SIZE,
     HashDrafter,
     HashModel,
-    Letters,
-    alone,
     alone_ignoring_eos,
-    drive,
+    answer,
     make_engine,
 )
 
+DRAFTS = {"num_drafts": st.integers(1, 6), "share": st.sampled_from([0.0, 0.5, 0.9, 1.0]), "seed": st.integers(0, 99)}
 
-@given(
-    load=loads(),
-    num_drafts=st.integers(1, 6),
-    share=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
-    with_graph=st.booleans(),
-    ahead=st.booleans(),
-    abort_at=st.integers(1, 30),
-)
+
+@given(load=loads(aborts=True), **DRAFTS, with_graph=st.booleans(), ahead=st.booleans())
 def test_every_request_gets_what_it_gets_alone(
-    load: Load, num_drafts: int, share: float, with_graph: bool, ahead: bool, abort_at: int
+    load: Load, num_drafts: int, share: float, seed: int, with_graph: bool, ahead: bool
 ) -> None:
     """With drafts right and wrong, at the ends of blocks and of requests, under preemption and aborts."""
-    limits = load.num_blocks, load.max_num_batched_tokens, load.max_num_seqs
-    drafter = HashDrafter(num_drafts, share, abort_at, ahead=ahead)
-    engine = make_engine(*limits, with_graph=with_graph, drafter=drafter)
-    requests: dict[int, Request] = {}
-    finished: list[Request] = []
-    num_steps = 0
-    while len(requests) < len(load.prompts) or engine.has_requests:
-        for index, (prompt, num_new, arrival) in enumerate(load.prompts):
-            if index not in requests and (arrival <= num_steps or not engine.has_requests):
-                requests[index] = engine.add(prompt, SamplingParams(max_new_tokens=num_new), request_id=index)
-        finished += engine.step().finished
-        num_steps += 1
-        if num_steps == abort_at:
-            engine.abort(next(iter(requests.values())))
+    engine = make_engine(*load.limits, with_graph=with_graph, drafter=HashDrafter(num_drafts, share, seed, ahead=ahead))
+
+    def step() -> None:
+        engine.step()
         if not with_graph:  # whose model sees rows of padding
             check_limits(engine, load)
-    for index, (prompt, num_new, _) in enumerate(load.prompts):
-        request, expected = requests[index], alone(prompt, num_new)
-        if request.finish_reason == "abort":
-            assert request.token_ids == expected[: len(request.token_ids)]
-            continue
-        assert request.token_ids == expected, (index, request.num_preemptions)
-        assert request.finish_reason == ("stop" if request.token_ids[-1] == EOS else "length")
+
+    serve(engine, load, step)
     assert engine.allocator.num_free == load.num_blocks
 
 
-@given(
-    load=loads(),
-    num_drafts=st.integers(1, 6),
-    share=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
-    choice=st.integers(0, 99),
-)
-def test_sampled_requests_get_what_they_get_without_drafts(
-    load: Load, num_drafts: int, share: float, choice: int
-) -> None:
+@given(load=loads(most=6), **DRAFTS)
+def test_draws_are_those_without_drafts_and_graphs(load: Load, num_drafts: int, share: float, seed: int) -> None:
     """In steps that are launched ahead of how many random numbers are used up, greedy requests among them."""
-    outcomes = []
-    for drafter in (None, HashDrafter(num_drafts, share, choice, ahead=True)):
-        limits = load.num_blocks, load.max_num_batched_tokens, load.max_num_seqs
-        engine = make_engine(*limits, with_graph=True, drafter=drafter)
-        params = [
-            SamplingParams(max_new_tokens=num_new, temperature=40.0 * (index % 3), seed=index)
-            for index, (_, num_new, _) in enumerate(load.prompts)
-        ]
-        requests = [engine.add(prompt, own) for (prompt, _, _), own in zip(load.prompts, params, strict=True)]
-        list(engine.run())
-        outcomes.append([request.token_ids for request in requests])
+
+    def outcome(**options: Any) -> list[tuple[list[int], str | None]]:
+        engine, requests = make_engine(*load.limits, **options), list[Request]()
+        for index, ask in enumerate(load.asks):
+            params = SamplingParams(max_new_tokens=ask.num_new, temperature=40.0 * (index % 3), seed=index)
+            requests.append(engine.add(ask.prompt, params))
+        assert len(list(engine.run())) == len(requests)
         assert engine.allocator.num_free == load.num_blocks
-    assert outcomes[0] == outcomes[1]
+        return [(request.token_ids, request.finish_reason) for request in requests]
+
+    plain, drafter = outcome(), HashDrafter(num_drafts, share, seed, ahead=True)
+    assert outcome(with_graph=True) == plain
+    assert outcome(with_graph=True, drafter=drafter) == plain
 
 
 def test_right_drafts_save_steps() -> None:
     engine = make_engine(num_blocks=50, drafter=HashDrafter(3, share=1.0, always=True))
-    requests = [engine.add([index, 1], SamplingParams(max_new_tokens=13, ignore_eos=True)) for index in range(3)]
-    list(engine.run())
+    requests = answer(engine, [0, 1], [1, 1], [2, 1], num_new=13, ignore_eos=True)
     for request in requests:
-        assert request.token_ids == alone_ignoring_eos(request.prompt_token_ids, 13)
         assert (request.acceptance.num_drafted, request.acceptance.num_accepted) == (9, 9)
     model: Any = engine.model
     assert [sum(step) for step in model.steps] == [6, 12, 12, 12]  # the prompt gives one token, a step four
@@ -113,9 +82,7 @@ def test_right_drafts_save_steps() -> None:
 
 def test_wrong_drafts_count_as_computed_nowhere() -> None:
     engine = make_engine(num_blocks=50, drafter=HashDrafter(3, share=0.0, always=True))
-    request = engine.add([1, 2], SamplingParams(max_new_tokens=8, ignore_eos=True))
-    list(engine.run())
-    assert request.token_ids == alone_ignoring_eos([1, 2], 8)
+    answer(engine, [1, 2], num_new=8, ignore_eos=True)
     assert (engine.stats.num_draft_tokens, engine.stats.num_accepted_tokens) == (3 * 4 + 2 + 1, 0)  # fewer at the end
     assert engine.stats.num_decode_tokens == 7
 
@@ -153,19 +120,6 @@ def test_who_looks_at_earlier_tokens_drafts_nothing(ahead: bool) -> None:
     assert outcome(HashDrafter(3, 0.9, ahead=ahead)) == outcome(None)
 
 
-def test_texts_stop_inside_accepted_drafts() -> None:
-    seen: list[tuple[int, str]] = []
-    expected = alone_ignoring_eos([3, 1], 9)
-    stop = Letters().decode(expected[4:6])
-    engine = make_engine(num_blocks=50, drafter=HashDrafter(6, share=1.0, always=True), tokenizer=Letters())
-    request = engine.add([3, 1], SamplingParams(max_new_tokens=40, stop=stop, ignore_eos=True))
-    drive(engine, lambda request, text: seen.append((len(request.token_ids), text)))
-    assert (request.token_ids, request.text) == (expected[:6], Letters().decode(expected[:4]))
-    assert "".join(text for _, text in seen) == request.text
-    assert (request.finish_reason, engine.allocator.num_free) == ("stop", 50)
-    assert len(seen) == 2  # the prompt's token, and those of one step
-
-
 def test_nothing_is_waited_for_where_no_draft_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are one ahead again where drafts are rejected, and only now and then they are tried."""
 
@@ -177,9 +131,7 @@ def test_nothing_is_waited_for_where_no_draft_pays(monkeypatch: pytest.MonkeyPat
         Payoff, "learn", lambda self, time: learn(self, time._replace(seconds=1.5 if time.has_drafts else 1.0))
     )
     engine = make_engine(num_blocks=200, max_model_len=700, drafter=Wrong(3, share=0.0, always=True))
-    request = engine.add([1], SamplingParams(max_new_tokens=600, ignore_eos=True))
-    list(engine.run())
-    assert request.token_ids == alone_ignoring_eos([1], 600)
+    answer(engine, [1], num_new=600, ignore_eos=True)
     assert 3 * 5 < engine.stats.num_draft_tokens < 3 * 12  # one step in 100, and a few at first
 
 
@@ -303,19 +255,19 @@ def test_lookups_draft_where_a_text_repeats_itself(with_graph: bool) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("with_graph", [False, True])
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [None, False, True])
 def test_a_step_with_drafts_is_waited_for_where_it_has_to_be(
-    ahead: bool, with_graph: bool, temperature: float, monkeypatch: pytest.MonkeyPatch
+    ahead: bool | None, with_graph: bool, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, seen = HashModel(), list[str]()
     hidden, wait = model.hidden, InFlightStep.wait
     monkeypatch.setattr(model, "hidden", lambda *call: seen.append("launch") or hidden(*call))
     monkeypatch.setattr(InFlightStep, "wait", lambda pending: seen.append("wait") or wait(pending))
-    drafter = HashDrafter(3, share=0.7, always=True, ahead=ahead)
+    drafter = None if ahead is None else HashDrafter(3, share=0.7, always=True, ahead=ahead)
     engine = make_engine(num_blocks=90, model=model, with_graph=with_graph, drafter=drafter)
     params = SamplingParams(max_new_tokens=30, ignore_eos=True, temperature=temperature)
     request = engine.add([1, 2, 3], params)
     list(engine.run())
     assert temperature or request.token_ids == alone_ignoring_eos([1, 2, 3], 30)
     is_ahead = ["launch", "launch", *["wait", "launch"] * (len(seen) // 2 - 1), "wait", "wait"][: len(seen)]
-    assert (seen[:-4] == is_ahead[: len(seen) - 4]) == (ahead and with_graph)
+    assert (seen[:-4] == is_ahead[: len(seen) - 4]) == (ahead is None or (ahead and with_graph))

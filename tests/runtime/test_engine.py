@@ -2,71 +2,31 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from dcpmla.parallel.collectives import PeerFault
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.in_flight import StepEvents
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
-from tests.support.hash_model import (
-    BLOCK,
-    EOS,
-    Clock,
-    HashModel,
-    alone,
-    alone_ignoring_eos,
-    drive,
-    make_engine,
-)
-
-
-@dataclass(frozen=True)
-class Load:
-    """Prompts are a shared beginning and an own end; each arrives after a number of steps."""
-
-    prompts: list[tuple[list[int], int, int]]  # tokens, max_new_tokens, arrives at step
-    num_blocks: int
-    max_num_batched_tokens: int
-    max_num_seqs: int
-
-
-@st.composite
-def loads(draw: st.DrawFn) -> Load:
-    tokens = st.lists(st.integers(0, EOS - 1), max_size=14)
-    beginnings = draw(st.lists(tokens, min_size=1, max_size=3))
-    prompts = []
-    for _ in range(draw(st.integers(1, 9))):
-        prompt = [*draw(st.sampled_from(beginnings)), *draw(st.lists(st.integers(0, EOS - 1), min_size=1, max_size=9))]
-        prompts.append((prompt, draw(st.integers(1, 14)), draw(st.integers(0, 12))))
-    largest = max(-(-(len(prompt) + num_new - 1) // BLOCK) for prompt, num_new, _ in prompts)
-    num_blocks = largest + draw(st.integers(0, 8))  # from no room for a second request on
-    return Load(prompts, num_blocks, draw(st.sampled_from([1, 3, 7, 64])), draw(st.sampled_from([1, 2, 16])))
+from tests.support.engine_loads import Load, loads, serve
+from tests.support.hash_model import BLOCK, Clock, HashModel, alone_ignoring_eos, answer, drive, make_engine
 
 
 @given(load=loads())
 def test_every_request_gets_what_it_gets_alone(load: Load) -> None:
-    engine = make_engine(load.num_blocks, load.max_num_batched_tokens, load.max_num_seqs)
-    requests: dict[int, Request] = {}
-    finished: list[Request] = []
-    num_steps = 0
-    while len(finished) < len(load.prompts):
-        for index, (prompt, num_new, arrival) in enumerate(load.prompts):
-            if index not in requests and (arrival <= num_steps or not engine.has_requests):
-                requests[index] = engine.add(prompt, SamplingParams(max_new_tokens=num_new), request_id=index)
-        finished += engine.step().finished
-        num_steps += 1
+    engine, finished = make_engine(*load.limits), list[Request]()
+
+    def step() -> None:
+        finished.extend(engine.step().finished)
         check_limits(engine, load)
-    for index, (prompt, num_new, _) in enumerate(load.prompts):
-        request = requests[index]
-        assert request.token_ids == alone(prompt, num_new), (index, request.num_preemptions)
-        assert request.finish_reason == ("stop" if request.token_ids[-1] == EOS else "length")
-    assert sorted(request.request_id for request in finished) == list(range(len(load.prompts)))
+
+    requests = serve(engine, load, step)
+    assert Counter(finished) == Counter(requests)
     assert engine.allocator.num_free == load.num_blocks
     assert not engine.has_requests
     check_totals(engine, finished)
@@ -84,7 +44,7 @@ def check_totals(engine: Engine, finished: Sequence[Request]) -> None:
 
 def check_limits(engine: Engine, load: Load) -> None:
     model: Any = engine.model
-    assert sum(model.steps[-1]) <= load.max_num_batched_tokens
+    assert all(sum(step) <= load.max_num_batched_tokens for step in model.steps[-1:])
     assert len(engine.scheduler.running) <= load.max_num_seqs
     held = {block for request in engine.scheduler.running for block in request.block_ids}
     assert engine.allocator.num_free == load.num_blocks - len(held)
@@ -95,13 +55,11 @@ def test_the_loads_reach_what_they_are_for() -> None:
     engine = make_engine(num_blocks=7, max_num_batched_tokens=7)
     shared = list(range(9))
     prompts = [[*shared, 20 + index] for index in range(4)]
-    requests = [engine.add(prompt, SamplingParams(max_new_tokens=12, ignore_eos=True)) for prompt in prompts]
-    list(engine.run())
+    answer(engine, *prompts, num_new=12, ignore_eos=True)
     assert engine.stats.num_preemptions > 0
     assert engine.stats.num_cached_tokens >= 8
     model: Any = engine.model
     assert any(len(step) > 1 and max(step) > 1 and min(step) == 1 for step in model.steps)  # decodes beside a chunk
-    assert [len(request.token_ids) for request in requests] == 4 * [12]
 
 
 def test_decodes_come_first_and_prompts_fill_up() -> None:
@@ -133,19 +91,12 @@ def test_a_prefix_is_computed_once() -> None:
     engine = make_engine(num_blocks=50)
     prompt = list(range(2 * BLOCK + 1))
     for expected in (0, 2 * BLOCK, 2 * BLOCK):
-        request = engine.add(prompt, SamplingParams(max_new_tokens=1))
-        list(engine.run())
-        assert request.num_cached_tokens == expected
+        assert answer(engine, prompt, num_new=1)[0].num_cached_tokens == expected
     # The last token is always computed, so a prompt of full blocks reuses all but the last.
-    request = engine.add(prompt[:-1], SamplingParams(max_new_tokens=1))
-    list(engine.run())
-    assert request.num_cached_tokens == BLOCK
+    assert answer(engine, prompt[:-1], num_new=1)[0].num_cached_tokens == BLOCK
     # New tokens are reused as well: the next turn of a conversation.
-    request = engine.add(prompt, SamplingParams(max_new_tokens=2 * BLOCK, ignore_eos=True))
-    list(engine.run())
-    turn = engine.add([*prompt, *request.token_ids, 7], SamplingParams(max_new_tokens=1))
-    list(engine.run())
-    assert turn.num_cached_tokens == 4 * BLOCK
+    (request,) = answer(engine, prompt, num_new=2 * BLOCK, ignore_eos=True)
+    assert answer(engine, [*prompt, *request.token_ids, 7], num_new=1)[0].num_cached_tokens == 4 * BLOCK
     assert engine.stats.num_cached_tokens == (0 + 2 + 2 + 1 + 2 + 4) * BLOCK
 
 
@@ -239,11 +190,8 @@ def test_new_tokens_end_where_the_model_does() -> None:
     engine = make_engine(num_blocks=50, max_model_len=10)
     requests = [engine.add(list(range(num)), SamplingParams(max_new_tokens=50, ignore_eos=True)) for num in (1, 4, 9)]
     list(engine.run())
-    assert [(len(request.token_ids), request.finish_reason) for request in requests] == [
-        (9, "length"),
-        (6, "length"),
-        (1, "length"),
-    ]
+    assert [len(request.token_ids) for request in requests] == [9, 6, 1]
+    assert {request.finish_reason for request in requests} == {"length"}
 
 
 @pytest.mark.parametrize(("num_blocks", "is_admitted"), [(5, False), (6, True)])
@@ -280,16 +228,3 @@ def test_who_was_refused_is_searched_for_again_when_blocks_come_free_or_are_reme
         0: 1,
         3: 5,
     }  # when it came, at each of the three blocks that the other one filled, when that one was done
-
-
-def test_seeds_do_not_depend_on_neighbours() -> None:
-    params = SamplingParams(max_new_tokens=12, temperature=50.0, seed=7, ignore_eos=True)
-    engine = make_engine(num_blocks=50)
-    single = engine.add([1, 2], params)
-    list(engine.run())
-    crowded = make_engine(num_blocks=8)
-    requests = [crowded.add([1, 2], replace(params, seed=seed)) for seed in (5, 7, 6, 7)]
-    list(crowded.run())
-    assert crowded.stats.num_preemptions > 0
-    assert requests[1].token_ids == requests[3].token_ids == single.token_ids
-    assert requests[0].token_ids != single.token_ids

@@ -14,6 +14,8 @@ from tests.support.hash_model import BLOCK, EOS, Clock, Letters, alone_ignoring_
 
 letters = Letters().decode
 PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
+TOKENS = alone_ignoring_eos([0, 0], 8)
+TEXT = letters(TOKENS)
 
 
 def answer(prompt: list[int], params: SamplingParams) -> tuple[list[int], str, str]:
@@ -35,36 +37,25 @@ def seen(request: Request) -> tuple[list[int], str, str | None]:
     return request.token_ids, request.text, request.finish_reason
 
 
-def run_one(prompt: str, params: SamplingParams) -> tuple[Request, list[str]]:
-    """Return the request when it is finished, and its pieces of text."""
-    pieces: list[str] = []
-    engine = make_engine(num_blocks=50, tokenizer=Letters())
-    request = engine.add(prompt, params)
-    assert drive(engine, lambda request, piece: pieces.append(piece)) == [request]
-    return request, pieces
-
-
-def test_a_stop_string_ends_the_request_and_is_not_in_its_text() -> None:
-    tokens = alone_ignoring_eos([0, 0], 8)
-    text = letters(tokens)
-    assert (len(text), text.find(text[3:5])) == (8, 3)
-    request, pieces = run_one("AA", replace(PARAMS, stop=("?", text[3:5])))
-    assert seen(request) == (tokens[:5], text[:3], "stop")
-    assert pieces == [*text[:3], "", ""]
-
-
-def test_what_may_have_begun_a_stop_string_is_given_out_at_the_end() -> None:
-    text = letters(alone_ignoring_eos([0, 0], 8))
-    request, pieces = run_one("AA", replace(PARAMS, stop=(text[6:] + "?",)))
-    assert (request.text, request.finish_reason) == (text, "length")
-    assert pieces == [*text[:6], "", text[6:]]
-
-
-def test_a_token_that_ends_the_request_is_not_in_its_text() -> None:
-    tokens = alone_ignoring_eos([0, 0], 8)
-    request, pieces = run_one("AA", replace(PARAMS, stop_token_ids=(tokens[2],), stop=(letters(tokens[1:3]),)))
-    assert seen(request) == (tokens[:3], letters(tokens[:2]), "stop")  # not the stop string's: the token is no text
-    assert pieces == [letters(tokens[:1]), "", letters(tokens[1:2])]
+@pytest.mark.parametrize(
+    ("limits", "num_tokens", "num_letters", "reason", "pieces"),
+    [
+        ({"stop": ("?", TEXT[3:5])}, 5, 3, "stop", [*TEXT[:3], "", ""]),
+        # What may have begun a stop string is given out at the end.
+        ({"stop": (TEXT[6:] + "?",)}, 8, 8, "length", [*TEXT[:6], "", TEXT[6:]]),
+        # Not the stop string's end: the token that ends the request is no text.
+        ({"stop": (TEXT[1:3],), "stop_token_ids": TOKENS[2:3]}, 3, 2, "stop", [TEXT[0], "", TEXT[1]]),
+    ],
+)
+def test_pieces_of_texts_until_their_ends(
+    limits: dict[str, Any], num_tokens: int, num_letters: int, reason: str, pieces: list[str]
+) -> None:
+    assert TEXT.find(TEXT[3:5]) == 3
+    engine, found = make_engine(num_blocks=50, tokenizer=Letters()), list[str]()
+    request = engine.add("AA", replace(PARAMS, **limits))
+    assert drive(engine, lambda request, piece: found.append(piece)) == [request]
+    assert seen(request) == (TOKENS[:num_tokens], TEXT[:num_letters], reason)
+    assert found == pieces
 
 
 @pytest.mark.parametrize("victim", ["older", "itself", "younger", "waiting", "arriving"])
@@ -98,43 +89,14 @@ def test_an_abort_between_steps(victim: str, monkeypatch: pytest.MonkeyPatch) ->
     assert clock.now < 80
 
 
-@pytest.mark.parametrize("num_new", [1, 2])
-def test_an_abort_of_what_is_finished_changes_nothing(num_new: int) -> None:
-    """Finished a step before, or in the same step and not given to the caller yet."""
-    engine = make_engine(num_blocks=50)
-    short = engine.add([1], replace(PARAMS, max_new_tokens=num_new))
-    long = engine.add([2], PARAMS)
-
-    def on_token(request: Request, piece: str) -> None:
-        if request is long and len(request.token_ids) == 2:
-            engine.abort(short)
-
-    assert drive(engine, on_token) == [short, long]
-    assert (len(short.token_ids), short.finish_reason) == (num_new, "length")
-
-
 def test_an_aborted_text_is_whole() -> None:
-    text = letters(alone_ignoring_eos([0, 0], 8))
     engine = make_engine(num_blocks=50, tokenizer=Letters())
-    request = engine.add("AA", replace(PARAMS, stop=(text[1:3] + "?",)))
+    request = engine.add("AA", replace(PARAMS, stop=(TEXT[1:3] + "?",)))
     for _ in range(3):
         engine.step()
-    assert request.text == text[:1]  # the rest may be the stop string's
+    assert request.text == TEXT[:1]  # the rest may be the stop string's
     engine.abort(request)
-    assert request.text == text[:3]
-
-
-def test_a_request_added_between_steps() -> None:
-    engine = make_engine(num_blocks=50)
-    turns: list[Request] = []
-
-    def next_turn(request: Request, piece: str) -> None:
-        if request.finish_reason and len(turns) < 4:
-            turns.append(engine.add([*request.prompt_token_ids, *request.token_ids], PARAMS))
-
-    turns.append(engine.add([1], PARAMS))
-    assert drive(engine, next_turn) == turns
-    assert sum((turn.token_ids for turn in turns), []) == alone_ignoring_eos([1], 4 * 8)
+    assert request.text == TEXT[:3]
 
 
 def test_a_consumer_may_leave_and_come_back() -> None:
@@ -227,9 +189,5 @@ def test_every_request_gives_the_text_that_it_gives_alone(load: list[Ask], spare
         else:
             assert seen(request) == (tokens, text, reason)
             assert texts[request] == text
-    check_all_is_free(engine)
-
-
-def check_all_is_free(engine: Any) -> None:
     assert not engine.has_requests
     assert engine.allocator.num_free == engine.allocator.num_blocks

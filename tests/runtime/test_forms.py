@@ -21,6 +21,7 @@ from dcpmla.runtime.in_flight import InFlightStep
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.costs import DrawnCosts
+from tests.support.engine_loads import Load, loads, serve
 from tests.support.hash_model import BLOCK, EOS, HashDrafter, HashModel, make_engine, next_token
 
 _GIVEN = 64  # added to the ids of tokens that attend by MHA
@@ -60,34 +61,18 @@ def expected(prompt: Sequence[int], num_new: int) -> list[int]:
     return tokens
 
 
-Prompts = list[tuple[list[int], int]]
-_tokens = st.lists(st.integers(0, EOS - 1), min_size=1, max_size=9)
-_prompts = st.lists(st.tuples(st.integers(0, 3), _tokens, st.integers(1, 14)), min_size=1, max_size=8)
-
-
 @given(
-    drawn=_prompts,
-    spare=st.integers(0, 8),
-    limits=st.tuples(st.sampled_from([1, 2, 3, 7, 64]), st.sampled_from([1, 2, 16])),
+    load=loads(most=8, longest=12),
     seed=st.integers(0, 11),
     graph=st.booleans(),
     drafts=st.sampled_from([0.0, 0.5]),
     num_host_blocks=st.sampled_from([0, 3]),
 )
 def test_the_form_of_a_token_follows_from_its_position(
-    drawn: list[tuple[int, list[int], int]],
-    spare: int,
-    limits: tuple[int, int],
-    seed: int,
-    graph: bool,
-    drafts: float,
-    num_host_blocks: int,
+    load: Load, seed: int, graph: bool, drafts: float, num_host_blocks: int
 ) -> None:
-    prompts = [(list(range(BLOCK * num_shared)) + own, num_new) for num_shared, own, num_new in drawn]
-    largest = max(-(-(len(prompt) + num_new - 1) // BLOCK) for prompt, num_new in prompts)
     engine = make_engine(
-        largest + spare,
-        *limits,
+        *load.limits,
         model=FormModel(),
         with_graph=graph,
         drafter=FormDrafter(2, drafts, seed) if drafts else None,
@@ -95,11 +80,8 @@ def test_the_form_of_a_token_follows_from_its_position(
         num_host_blocks=num_host_blocks,
         deterministic=True,
     )
-    requests = [engine.add(prompt, SamplingParams(max_new_tokens=num_new)) for prompt, num_new in prompts]
-    list(engine.run())
-    for request, (prompt, num_new) in zip(requests, prompts, strict=True):
-        assert request.token_ids == expected(prompt, num_new), request
-    assert engine.allocator.num_free == engine.allocator.num_blocks
+    serve(engine, load, expected=expected)
+    assert engine.allocator.num_free == load.num_blocks
 
 
 def test_an_answer_in_a_prompt_is_computed_again() -> None:

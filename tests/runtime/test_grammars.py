@@ -25,7 +25,7 @@ from dcpmla.runtime.grammars import Grammars
 from dcpmla.runtime.ngram import NgramDrafter
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
-from tests.runtime.test_engine import Load, loads
+from tests.support.engine_loads import Load, loads
 from tests.support.engines import new_engine
 from tests.support.hash_model import HashDrafter, make_engine
 from tests.support.late_memory import LateMemory
@@ -115,7 +115,7 @@ class Guesses(HashDrafter):
 
 
 @given(
-    load=loads(),
+    load=loads(most=6, num_new=10),
     order=st.permutations(range(len(GRAMMARS))),
     share=st.sampled_from([0.0, 0.6, 1.0]),
     num_drafts=st.integers(0, 4),
@@ -128,20 +128,18 @@ def test_every_request_gets_what_a_plain_loop_chooses(
     """With drafts right, wrong and forbidden, under preemption, among requests without grammars. Preempted requests
     come back from host memory.
     """
-    own = [None if index % 3 == 2 else GRAMMARS[order[index % len(order)]] for index in range(len(load.prompts))]
+    own = [None if index % 3 == 2 else GRAMMARS[order[index % len(order)]] for index in range(len(load.asks))]
     expected = []
-    for (prompt, num_new, _), grammar in zip(load.prompts, own, strict=True):
+    for (prompt, num_new, *_), grammar in zip(load.asks, own, strict=True):
         loop = PlainLoop(grammar or Grammar("grammar", "start: /(.|\\n)*/"))
         expected.append([*prompt, *(loop.tokens(prompt, num_new) if grammar else free_tokens(prompt, num_new))])
     drafter = Guesses(expected, num_drafts, share, ahead=ahead) if num_drafts else None
-    limits = load.num_blocks, load.max_num_batched_tokens, load.max_num_seqs
     options: dict[str, Any] = {"tokenizer": TOKENIZER, "drafter": drafter, "with_graph": with_graph}
-    engine = make_engine(*limits, model=RandomModel(ENDS), num_host_blocks=30, memory=LateMemory, **options)
-    params = [
-        SamplingParams(max_new_tokens=num_new, grammar=grammar)
-        for (_, num_new, _), grammar in zip(load.prompts, own, strict=True)
+    engine = make_engine(*load.limits, model=RandomModel(ENDS), num_host_blocks=30, memory=LateMemory, **options)
+    requests = [
+        engine.add(ask.prompt, SamplingParams(max_new_tokens=ask.num_new, grammar=grammar))
+        for ask, grammar in zip(load.asks, own, strict=True)
     ]
-    requests = [engine.add(prompt, each) for (prompt, _, _), each in zip(load.prompts, params, strict=True)]
     list(engine.run())
     assert [[*each.prompt_token_ids, *each.token_ids] for each in requests] == expected
     assert engine.allocator.num_free == load.num_blocks

@@ -14,23 +14,16 @@ from torch import Tensor
 
 from dcpmla.attention.step.metadata import StepBuilder, StepMetadata
 from dcpmla.attention.step.table import StepRequests
-from dcpmla.cache.latent import LatentCache, LatentPlan, LayerMemory
+from dcpmla.cache.latent import LatentCache
 from dcpmla.config import DCPConfig
 from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.graph_inputs import GraphInputs
 from dcpmla.runtime.graph_sizes import GraphLimits, GraphSize, decode_sizes
-from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
-from tests.runtime.test_engine import Load, loads
-from tests.support.hash_model import BLOCK, MESH, HashModel, make_engine
+from tests.support.hash_model import BLOCK, MESH, HashModel, answer, make_engine, new_cache
 
 DCP = DCPConfig(block_size=BLOCK)
 MAX_NUM_SEQS, MAX_MODEL_LEN = 6, 5 * BLOCK
-
-
-def make_cache(device: str = "cpu") -> LatentCache:
-    plan = LatentPlan(num_blocks=40, block_size=BLOCK, layers=(LayerMemory(2),), dtype=torch.float32, dcp_size=1)
-    return LatentCache(plan, torch.device(device))
 
 
 def requests_of(seq_lens: list[int], query_lens: list[int] | None = None) -> StepRequests:
@@ -55,10 +48,9 @@ def sums(inputs: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
     return torch.stack([number.double() for number in numbers], -1)
 
 
-def make_graph(step: Any = sums, cache: LatentCache | None = None) -> StepGraph:
-    return StepGraph.decodes(
-        step, torch.tensor(0), cache or make_cache(), StepBuilder(DCP, 0), MESH, MAX_NUM_SEQS, MAX_MODEL_LEN
-    )
+def make_graph(step: Any = sums, cache: LatentCache | None = None, query_len: int = 1) -> StepGraph:
+    cache, limits = cache or new_cache(40), (MAX_NUM_SEQS, MAX_MODEL_LEN, query_len)
+    return StepGraph.decodes(step, torch.tensor(0), cache, StepBuilder(DCP, 0), MESH, *limits)
 
 
 def test_sizes_are_those_of_vllm() -> None:
@@ -78,7 +70,7 @@ def test_sizes_are_those_of_vllm() -> None:
     batches=st.lists(st.lists(st.integers(1, MAX_MODEL_LEN), min_size=1, max_size=MAX_NUM_SEQS), min_size=1, max_size=4)
 )
 def test_nothing_of_earlier_steps_is_left(batches: list[list[int]]) -> None:
-    cache = make_cache()
+    cache = new_cache(40)
     graph, memory = make_graph(cache=cache), set()
     padded: list[Tensor] = []
     graph._step = lambda inputs, metadata, cache: padded.append(sums(inputs, metadata, cache)) or padded[-1]  # type: ignore[func-returns-value]
@@ -95,17 +87,13 @@ def test_nothing_of_earlier_steps_is_left(batches: list[list[int]]) -> None:
 
 @given(query_lens=st.lists(st.integers(1, 3), min_size=1, max_size=MAX_NUM_SEQS))
 def test_requests_of_several_tokens_repeat_their_last(query_lens: list[int]) -> None:
-    cache, padded = make_cache(), list[Tensor]()
-    graph = StepGraph.decodes(
-        lambda *numbers: padded.append(sums_of_rows(*numbers)) or padded[-1],  # type: ignore[func-returns-value]
-        torch.tensor(0),
-        cache,
-        StepBuilder(DCP, 0),
-        MESH,
-        MAX_NUM_SEQS,
-        MAX_MODEL_LEN,
-        3,
-    )
+    cache, padded = new_cache(40), list[Tensor]()
+
+    def step(*numbers: Any) -> Tensor:
+        padded.append(sums_of_rows(*numbers))
+        return padded[-1]
+
+    graph = make_graph(step, cache, 3)
     requests = requests_of([7 + index for index in range(len(query_lens))], query_lens)
     token_ids = torch.arange(sum(query_lens)) + 10
     out = graph.run(token_ids, requests)
@@ -133,7 +121,7 @@ def size_of(graph: StepGraph, num_reqs: int, query_len: int = 1) -> GraphSize:
 
 
 def inputs_of(input_like: Tensor, sizes: list[GraphSize]) -> GraphInputs:
-    return GraphInputs(input_like, sizes, GraphLimits(4, 20), make_cache().sizes, StepBuilder(DCP, 0))
+    return GraphInputs(input_like, sizes, GraphLimits(4, 20), new_cache(40).sizes, StepBuilder(DCP, 0))
 
 
 def test_hidden_rows_are_padded_with_zeros() -> None:
@@ -172,13 +160,13 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refuses_other_steps(name: str) -> None:
     requests, message = REFUSED[name]
-    cache = make_cache()
+    cache = new_cache(40)
     with pytest.raises(ValueError, match=message):
         make_graph(cache=cache).run(torch.zeros(sum(requests.query_lens), dtype=torch.int64), requests)
 
 
 def test_refuses_other_memory() -> None:
-    cache = make_cache()
+    cache = new_cache(40)
     graph = make_graph(cache=cache)
     token_ids = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"inputs is torch.int32 on cpu; the graph takes torch.int64 on cpu"):
@@ -193,7 +181,7 @@ def test_refuses_other_memory() -> None:
 
 
 def test_refuses_steps_that_return_other_rows() -> None:
-    cache = make_cache()
+    cache = new_cache(40)
     with pytest.raises(ValueError, match=r"step returned shape \(1, 5\); expected \(2, 5\), a row a token"):
         make_graph(lambda *numbers: sums(*numbers)[:1], cache).run(
             torch.zeros(2, dtype=torch.int64), requests_of([1, 1])
@@ -228,28 +216,11 @@ def test_the_decode_workspace_is_made_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert step_of(requests_of([1])).decode.workspace is made[2]  # type: ignore[union-attr]
 
 
-def outcomes(load: Load, with_graph: bool) -> list[tuple[list[int], str | None]]:
-    engine = make_engine(load.num_blocks, load.max_num_batched_tokens, load.max_num_seqs, with_graph=with_graph)
-    requests: list[Request] = [
-        engine.add(prompt, SamplingParams(max_new_tokens=num_new, temperature=index % 2, seed=index))
-        for index, (prompt, num_new, _) in enumerate(load.prompts)
-    ]
-    assert len(list(engine.run())) == len(requests)
-    return [(request.token_ids, request.finish_reason) for request in requests]
-
-
-@given(load=loads())
-def test_engine_with_and_without_graph(load: Load) -> None:
-    assert outcomes(load, with_graph=True) == outcomes(load, with_graph=False)
-
-
 def test_engine_says_which_graph_runs() -> None:
     model, lines = HashModel(), []
     engine = make_engine(num_blocks=20, max_num_seqs=3, model=model, with_graph=True)
     engine.on_step = lines.append  # type: ignore[assignment]
-    for prompt in ([1, 2, 3], [4, 5], [6, 7, 8]):
-        engine.add(prompt, SamplingParams(max_new_tokens=3, ignore_eos=True))
-    list(engine.run())
+    answer(engine, [1, 2, 3], [4, 5], [6, 7, 8], ignore_eos=True)
     assert lines[-3:] == [
         "prefill step 0 (3 requests, 8 tokens)",
         "decode step 1 (3 requests, 3 tokens; graph of 3 requests)",

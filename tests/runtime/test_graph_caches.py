@@ -27,14 +27,11 @@ from tests.support.recording import capture
 MAX_NUM_SEQS, MAX_MODEL_LEN = 5, 64  # so that three requests are padded to four
 PROMPT_LENS = (1, 3, 40)  # the first is a step of one token, which could be taken for a decode
 CASES = {
-    "fp8": ("deepseek_v3", {"kv_cache_dtype": "fp8", "kv_cache_scale": 4.0}),
-    "fp8, calculated": ("deepseek_v3", {"kv_cache_dtype": "fp8", "calculate_kv_scales": True}),
     "fp8 queries, calculated": (
         "deepseek_v3",
         {"kv_cache_dtype": "fp8", "decode_query_dtype": "fp8", "calculate_kv_scales": True},
     ),
     "fp8_ds_mla": ("deepseek_v3", {"kv_cache_dtype": "fp8_ds_mla"}),
-    "index cache": ("glm_moe_dsa", {"index_cache_dtype": "fp8"}),
     "both, calculated": (
         "glm_moe_dsa",
         {"kv_cache_dtype": "fp8", "calculate_kv_scales": True, "index_cache_dtype": "fp8"},

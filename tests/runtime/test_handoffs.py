@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from dcpmla.runtime import scheduler as scheduler_module
 from dcpmla.runtime.grammar import Grammar
 from dcpmla.runtime.progress import Progress
-from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
-from tests.support.hash_model import BLOCK, EOS, alone, alone_ignoring_eos, drive, make_engine
+from tests.support.engine_loads import Load, loads, serve
+from tests.support.hash_model import BLOCK, alone, alone_ignoring_eos, drive, make_engine
 from tests.support.random_model import TOKENIZER, RandomModel
 from tests.support.two_engines import Pair, make_pair, run
 from tests.support.wire import Wire
@@ -25,30 +25,17 @@ def _short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler_module, "_SHORT_TOKENS", 2)
 
 
-@st.composite
-def prompts(draw: st.DrawFn) -> list[tuple[list[int], int, int, int]]:
-    """Prompts with a shared beginning: tokens, max_new_tokens, step of arrival, steps until an abort."""
-    tokens = st.lists(st.integers(0, EOS - 1), min_size=3, max_size=40)
-    beginnings = draw(st.lists(tokens, min_size=1, max_size=3))
-    drawn = []
-    for _ in range(draw(st.integers(1, 8))):
-        prompt = [*draw(st.sampled_from(beginnings)), *draw(st.lists(st.integers(0, EOS - 1), min_size=1, max_size=9))]
-        abort = draw(st.sampled_from([1000, 1000, 1000, 0, 3, 10]))
-        drawn.append((prompt, draw(st.integers(1, 8)), draw(st.integers(0, 30)), abort))
-    return drawn
-
-
 @given(
-    drawn=prompts(),
+    load=loads(most=8, longest=40, latest=30, num_new=8, aborts=True),
     seed=st.integers(0, 1000),
-    num_spare=st.sampled_from([0, 3, 40]),
+    num_spare=st.sampled_from([1, 40]),
     share_failing=st.sampled_from([0.0, 0.05]),
     share_lost=st.sampled_from([0.0, 0.3]),
     with_graph=st.booleans(),
     num_host_blocks=st.sampled_from([0, 20]),
 )
 def test_every_request_gets_what_it_gets_alone(
-    drawn: list[tuple[list[int], int, int, int]],
+    load: Load,
     seed: int,
     num_spare: int,
     share_failing: float,
@@ -56,36 +43,14 @@ def test_every_request_gets_what_it_gets_alone(
     with_graph: bool,
     num_host_blocks: int,
 ) -> None:
-    largest = max(-(-(len(prompt) + num_new) // BLOCK) for prompt, num_new, *_ in drawn)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler_module, "_SHORT_TOKENS", 2)
-        pair = make_pair(
-            largest + num_spare,
-            largest + num_spare,
-            share_failing,
-            seed,
-            with_graph=with_graph,
-            mixed=with_graph,
-            num_host_blocks=num_host_blocks,
-        )
+        blocks = 2 * [load.num_blocks + num_spare]
+        options = {"with_graph": with_graph, "mixed": with_graph, "num_host_blocks": num_host_blocks}
+        pair = make_pair(*blocks, share_failing, seed, **options)
         pair.share_lost = share_lost
-        requests: list[Request | None] = [None] * len(drawn)
-        for step in range(3000):
-            for index, (prompt, num_new, arrival, abort) in enumerate(drawn):
-                request = requests[index]
-                if arrival == step:
-                    requests[index] = pair.there.add(prompt, SamplingParams(max_new_tokens=num_new), request_id=index)
-                if request is not None and arrival + abort == step:
-                    pair.there.abort(request)
-            pair.step()
-            if all(request is not None and request.finish_reason for request in requests):
-                break
+        serve(pair.there, load, pair.step)
         run(pair)
-    for (prompt, num_new, *_), request in zip(drawn, requests, strict=True):
-        assert request is not None
-        expected = alone(prompt, num_new)
-        assert request.token_ids == expected[: len(request.token_ids)]
-        assert request.finish_reason == "abort" or request.token_ids == expected
 
 
 def test_the_decoding_engine_computes_no_prompt() -> None:
@@ -170,14 +135,6 @@ def test_choices_share_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(request.token_ids == alone_ignoring_eos([1, 2] * 10, 4) for request in requests)
 
 
-def test_a_first_token_may_be_the_last() -> None:
-    prompt = next([first, 1] * 10 for first in range(EOS) if alone([first, 1] * 10, 2) == [EOS])
-    pair = make_pair()
-    request = pair.there.add(prompt, SamplingParams(max_new_tokens=9))
-    run(pair)
-    assert (request.token_ids, request.finish_reason) == ([EOS], "stop")
-
-
 def test_a_router_brings_the_first_token() -> None:
     """The other engine has prefilled a prompt, and holds its blocks until there is room here."""
     pair = make_pair(num_blocks=10)
@@ -191,7 +148,8 @@ def test_a_router_brings_the_first_token() -> None:
         pair.there.step()
     source = "prefill", "by hand"
     request = pair.there.add(prompt, SamplingParams(max_new_tokens=9, ignore_eos=True), source=source)
-    pair.there.take_first(request, prefill.token_ids[0])
+    for _ in range(2):  # The second one is not appended.
+        pair.there.take_first(request, prefill.token_ids[0])
     events = pair.there.step()
     assert request in events.changed
     assert pair.wire.touched == [("prefill", *pair.wire.handoffs)], "it waits for room"

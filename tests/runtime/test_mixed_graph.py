@@ -19,66 +19,29 @@ from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.graph_inputs import GraphInputs
 from dcpmla.runtime.graph_sizes import GraphLimits, GraphSize, most_absorbed, token_sizes
 from dcpmla.runtime.sampling import SamplingParams
+from tests.support.costs import DrawnCosts
 from tests.support.dense_layer import CONFIG
-from tests.support.hash_model import BLOCK, EOS, MESH, HashDrafter, HashModel, alone_ignoring_eos, make_engine
+from tests.support.engine_loads import Load, loads, serve
+from tests.support.hash_model import BLOCK, EOS, MESH, HashDrafter, HashModel, make_engine
 from tests.support.layouts import dcp_config
 
 
-class RandomCosts:
-    """Costs that let pieces attend either way, by their numbers."""
-
-    max_prefill_us = max_loss = float("inf")
-
-    def __init__(self, seed: int) -> None:
-        self.seed, self.tokens_per_request = seed, 1 + seed % 3
-
-    def piece_us(self, new: int, context: int) -> float:
-        return float(new)
-
-    def choose_absorbed(self, pieces: Sequence[tuple[int, int]]) -> list[bool]:
-        return [hash((self.seed, piece)) % 2 == 0 for piece in pieces]
-
-    def absorbs_all(self, pieces: Sequence[tuple[int, int]]) -> bool:
-        return hash((self.seed, *pieces)) % 2 == 0
-
-
-@given(
-    prompts=st.lists(st.lists(st.integers(0, EOS - 1), min_size=1, max_size=30), min_size=1, max_size=7),
-    budget=st.sampled_from([3, 16, 64]),
-    seed=st.integers(0, 100),
-    num_drafts=st.sampled_from([0, 2]),
-)
-def test_answers_are_those_without_graphs(prompts: list[list[int]], budget: int, seed: int, num_drafts: int) -> None:
+@given(load=loads(), seed=st.integers(0, 100), num_drafts=st.sampled_from([0, 2]))
+def test_answers_are_those_without_graphs(load: Load, seed: int, num_drafts: int) -> None:
     drafter = HashDrafter(num_drafts, 0.5, always=True) if num_drafts else None
-    sizes = Sizes()
-    engine = make_engine(60, budget, 4, 60, mixed=True, costs=RandomCosts(seed), drafter=drafter, on_step=sizes)
-    requests = [engine.add(prompt, SamplingParams(max_new_tokens=5, ignore_eos=True)) for prompt in prompts]
-    list(engine.run())
-    for request, prompt in zip(requests, prompts, strict=True):
-        assert request.token_ids == alone_ignoring_eos(prompt, 5)
-    assert engine.allocator.num_free == 60
-
-
-class Sizes:
-    """Lines of all steps."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def __call__(self, line: str) -> None:
-        self.lines.append(line)
+    engine = make_engine(*load.limits, 60, mixed=True, costs=DrawnCosts(seed), drafter=drafter)
+    serve(engine, load)
+    assert engine.allocator.num_free == load.num_blocks
 
 
 def test_both_kinds_of_graphs_are_used() -> None:
-    sizes = Sizes()
+    lines: list[str] = []
     for seed in range(6):
-        engine = make_engine(60, 16, 4, 60, mixed=True, costs=RandomCosts(seed), on_step=sizes)
+        engine = make_engine(60, 16, 4, 60, mixed=True, costs=DrawnCosts(seed), on_step=lines.append)
         for length in (3, 9, 14, 20):
             engine.add(list(range(length)), SamplingParams(max_new_tokens=4, ignore_eos=True))
         list(engine.run())
-    used = [line for line in sizes.lines if "graph of" in line]
-    assert any(", whole" in line for line in used)
-    assert any(", whole" not in line for line in used)
+    assert {", whole" in line for line in lines if "graph of" in line} == {True, False}
 
 
 @pytest.mark.parametrize("most", [1, 16, 63, 64, 100, 512, 2000, 8192, 30000])

@@ -1,110 +1,39 @@
 """Engines with host memory behind a tiny cache: every request gets the tokens that it gets alone."""
 
-from dataclasses import dataclass
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla.cache.host import HostMemory
 from dcpmla.runtime import offload
-from dcpmla.runtime.engine import Engine
-from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
-from tests.support.hash_model import BLOCK, EOS, alone, alone_ignoring_eos, make_engine
+from tests.support.costs import DrawnLoadCosts
+from tests.support.engine_loads import Load, check_empty, loads, serve
+from tests.support.hash_model import BLOCK, alone_ignoring_eos, answer, make_engine
 from tests.support.late_memory import LateMemory
 
-
-class DrawnLoadCosts:
-    """Choices that depend on the numbers of tokens alone, and are otherwise arbitrary."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def should_load(self, num_tokens: int, context: int) -> bool:
-        return self._seed == 0 or hash((self._seed, num_tokens, context)) % 3 > 0
+OTHERS = [[1, 2, 3, 4] * 15, [4, 3, 2, 1] * 15]  # They fill a cache of 16 blocks, one after the other.
 
 
-@dataclass(frozen=True)
-class Load:
-    """Prompts are a shared beginning and an own end; each arrives after a number of steps, and may be aborted."""
-
-    prompts: list[tuple[list[int], int, int, int]]  # tokens, max_new_tokens, step of arrival, steps until an abort
-    num_blocks: int
-    num_host_blocks: int
-    num_stored_together: int
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    costs: int
-    num_polls: int
-    with_graph: bool
-
-
-@st.composite
-def loads(draw: st.DrawFn) -> Load:
-    tokens = st.lists(st.integers(0, EOS - 1), min_size=4, max_size=20)
-    beginnings = draw(st.lists(tokens, min_size=1, max_size=4))
-    prompts = []
-    for _ in range(draw(st.integers(1, 12))):
-        prompt = [*draw(st.sampled_from(beginnings)), *draw(st.lists(st.integers(0, EOS - 1), min_size=1, max_size=6))]
-        abort = draw(st.sampled_from([1000, 1000, 1000, 0, 1, 3]))
-        prompts.append((prompt, draw(st.integers(1, 10)), draw(st.integers(0, 20)), abort))
-    largest = max(-(-(len(prompt) + num_new - 1) // BLOCK) for prompt, num_new, *_ in prompts)
-    return Load(
-        prompts,
-        num_blocks=largest + draw(st.integers(0, 6)),
-        num_host_blocks=draw(st.sampled_from([1, 4, 10, 100])),
-        num_stored_together=draw(st.sampled_from([1, 3, 32])),
-        max_num_batched_tokens=draw(st.sampled_from([3, 7, 64])),
-        max_num_seqs=draw(st.sampled_from([1, 2, 16])),
-        costs=draw(st.integers(0, 3)),
-        num_polls=draw(st.sampled_from([0, 1, 4, 1000])),
-        with_graph=draw(st.booleans()),
-    )
-
-
-def check_empty(engine: Engine) -> None:
-    """Assert that no block is held once all loads have ended, and each slot of host memory has at most one key."""
-    assert engine.allocator.num_free == engine.allocator.num_blocks
-    while not engine._agreement.progress.is_empty:
-        engine.step()
-    blocks = engine.scheduler.tier.blocks
-    assert len(blocks) + len(blocks._free) == blocks.num_slots
-    assert len({*blocks._slots.values(), *blocks._free}) == blocks.num_slots
-    assert not blocks._holders
-
-
-@given(load=loads())
-def test_every_request_gets_what_it_gets_alone(load: Load) -> None:
+@given(
+    load=loads(most=12, longest=20, latest=20, aborts=True),
+    num_host_blocks=st.sampled_from([1, 4, 10, 100]),
+    num_stored_together=st.sampled_from([1, 3, 32]),
+    costs=st.integers(0, 3),
+    num_polls=st.sampled_from([0, 1, 4, 1000]),
+    with_graph=st.booleans(),
+)
+def test_every_request_gets_what_it_gets_alone(
+    load: Load, num_host_blocks: int, num_stored_together: int, costs: int, num_polls: int, with_graph: bool
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload, "_STORED_TOGETHER", load.num_stored_together)
-        patch.setattr(LateMemory, "num_polls", load.num_polls)
-        serve(load)
-
-
-def serve(load: Load) -> Engine:
-    limits = load.num_blocks, load.max_num_batched_tokens, load.max_num_seqs
-    options = {"num_host_blocks": load.num_host_blocks, "with_graph": load.with_graph, "mixed": load.with_graph}
-    engine = make_engine(*limits, memory=LateMemory, **options)
-    engine.scheduler.reuse._costs = DrawnLoadCosts(load.costs)
-    requests: dict[int, Request] = {}
-    num_steps = 0
-    while len(requests) < len(load.prompts) or engine.has_requests:
-        for index, (prompt, num_new, arrival, abort) in enumerate(load.prompts):
-            if arrival == num_steps:
-                requests[index] = engine.add(prompt, SamplingParams(max_new_tokens=num_new))
-            if arrival + abort == num_steps:
-                engine.abort(requests[index])
-        if engine.has_requests:
-            engine.step()
-        num_steps += 1
-        assert num_steps < 5000
-    for index, (prompt, num_new, *_) in enumerate(load.prompts):
-        expected = alone(prompt, num_new)
-        assert requests[index].token_ids == expected[: len(requests[index].token_ids)]
-        assert requests[index].finish_reason == "abort" or requests[index].token_ids == expected
-    check_empty(engine)
-    return engine
+        patch.setattr(offload, "_STORED_TOGETHER", num_stored_together)
+        patch.setattr(LateMemory, "num_polls", num_polls)
+        options = {"num_host_blocks": num_host_blocks, "with_graph": with_graph, "mixed": with_graph}
+        engine = make_engine(*load.limits, memory=LateMemory, **options)
+        engine.scheduler.reuse._costs = DrawnLoadCosts(costs)
+        serve(engine, load)
+        check_empty(engine)
 
 
 @pytest.mark.parametrize("memory", [HostMemory, LateMemory])
@@ -112,9 +41,7 @@ def test_an_evicted_prompt_comes_from_host_memory(memory: type[HostMemory]) -> N
     engine = make_engine(8, num_host_blocks=20, memory=memory)
     first, others = [7, 3, 5] * 6, [[1, 2, 3, 4] * 5, [4, 3, 2, 1] * 5]
     for prompt in (first, *others, first):
-        request = engine.add(prompt, SamplingParams(max_new_tokens=3))
-        list(engine.run())
-        assert request.token_ids == alone(prompt, 3)
+        (request,) = answer(engine, prompt)
     assert engine.offload is not None
     engine.offload.count()
     assert engine.offload.loaded.blocks > 0
@@ -128,11 +55,8 @@ def test_others_decode_while_a_prompt_loads(num_tokens: int, monkeypatch: pytest
     monkeypatch.setattr(LateMemory, "num_polls", 6)
     engine = make_engine(16, num_host_blocks=40, memory=LateMemory)
     prompt, other = ([7, 3, 5] * 9)[:num_tokens], [2, 9]
-    engine.add(prompt, SamplingParams(max_new_tokens=1))
-    list(engine.run())
-    for _ in range(2):
-        engine.add([1, 2, 3, 4] * 15, SamplingParams(max_new_tokens=1, ignore_eos=True))
-        list(engine.run())
+    for each in (prompt, *OTHERS):
+        answer(engine, each, num_new=1)
     running = engine.add(other, SamplingParams(max_new_tokens=30, ignore_eos=True))
     for _ in range(3):
         engine.step()
@@ -156,9 +80,8 @@ def test_without_others_a_step_waits_for_the_load(with_graph: bool, monkeypatch:
     monkeypatch.setattr(LateMemory, "num_polls", 1000)
     engine = make_engine(16, num_host_blocks=40, memory=LateMemory, with_graph=with_graph, mixed=with_graph)
     prompt = [7, 3, 5] * 8
-    for each in (prompt, [1, 2, 3, 4] * 15, [4, 3, 2, 1] * 15):
-        engine.add(each, SamplingParams(max_new_tokens=1))
-        list(engine.run())
+    for each in (prompt, *OTHERS):
+        answer(engine, each, num_new=1)
     engine.add([2, 9], SamplingParams(max_new_tokens=6, ignore_eos=True))
     engine.step()
     loaded = engine.add(prompt, SamplingParams(max_new_tokens=2, ignore_eos=True))
@@ -176,9 +99,8 @@ def test_blocks_of_an_aborted_load_are_written_after_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(LateMemory, "num_polls", 8)
     engine = make_engine(16, num_host_blocks=60, memory=LateMemory)
     prompts = [[7, 3, 5] * 8, [2, 9, 9] * 8]
-    for prompt in (*prompts, [1, 2, 3, 4] * 15, [4, 3, 2, 1] * 15):
-        engine.add(prompt, SamplingParams(max_new_tokens=1))
-        list(engine.run())
+    for prompt in (*prompts, *OTHERS):
+        answer(engine, prompt, num_new=1)
     running = engine.add([2, 9], SamplingParams(max_new_tokens=40, ignore_eos=True))
     for _ in range(3):
         engine.step()
@@ -200,22 +122,8 @@ def test_a_preempted_request_comes_from_host_memory() -> None:
     """Its blocks are overwritten while it waits; only its last, unfinished block is computed again."""
     engine = make_engine(9, num_host_blocks=40, memory=LateMemory)
     prompts = [[5, 1, 4] * 4, [6, 2, 8] * 4]
-    requests = [engine.add(prompt, SamplingParams(max_new_tokens=14, ignore_eos=True)) for prompt in prompts]
-    list(engine.run())
-    assert [request.token_ids for request in requests] == [alone_ignoring_eos(prompt, 14) for prompt in prompts]
+    answer(engine, *prompts, num_new=14, ignore_eos=True)
     assert engine.stats.num_preemptions > 0
     assert engine.offload is not None
     engine.offload.count()
     assert engine.offload.loaded.blocks > 0
-
-
-def test_nothing_is_kept_after_a_reset() -> None:
-    engine = make_engine(8, num_host_blocks=20)
-    for prompt in ([7, 3, 5] * 6, [1, 2, 3, 4] * 5, [4, 3, 2, 1] * 5):
-        engine.add(prompt, SamplingParams(max_new_tokens=3))
-    list(engine.run())
-    engine.reset()
-    assert len(engine.scheduler.tier.blocks) == engine.scheduler.tier.num_pending == 0
-    request = engine.add([7, 3, 5] * 6, SamplingParams(max_new_tokens=3))
-    list(engine.run())
-    assert request.num_cached_tokens == 0

@@ -1,4 +1,4 @@
-"""Penalties, min-p and log probabilities through the engine, against transformers' processors and softmax by hand."""
+"""Min-p and log probabilities through the engine, against transformers' processors and softmax by hand."""
 
 import math
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
+from transformers import MinPLogitsWarper
 
 import dcpmla.runtime.batch as batch_module
 from dcpmla.attention.step.metadata import StepMetadata
@@ -24,66 +24,22 @@ TABLE = 3 * torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manu
 class TableModel(HashModel):
     """A model whose next token depends on the last one alone: it soon runs in circles."""
 
-    def __init__(self) -> None:
+    def __init__(self, table: Tensor = TABLE) -> None:
         super().__init__()
+        self.table = table
         self.num_scored = self.num_requests = 0  # most logits of a step beyond one for each request; requests
 
     def hidden(self, token_ids: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
         self.num_requests = metadata.num_decode_tokens
         self.num_requests += 0 if metadata.prefill is None else len(metadata.prefill.queries.start) - 1
-        return TABLE[token_ids]
+        return self.table[token_ids]
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         self.num_scored = max(self.num_scored, len(hidden_states) - self.num_requests)
         return hidden_states
 
 
-def penalized(logits: Tensor, prompt: list[int], new: list[int], params: SamplingParams) -> Tensor:
-    """Return logits [vocab] by the definitions."""
-    repetition = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)
-    scores = repetition(torch.tensor([[*prompt, *new]]), logits[None])[0]
-    for token in set(new):
-        scores[token] -= params.presence_penalty + params.frequency_penalty * new.count(token)
-    return scores
-
-
-def alone(prompt: list[int], params: SamplingParams) -> list[int]:
-    new: list[int] = []
-    while len(new) < params.max_new_tokens:
-        last = [*prompt, *new][-1]
-        new.append(int(penalized(TABLE[last].clone(), prompt, new, params).argmax()))
-    return new
-
-
-some_params = st.builds(
-    SamplingParams,
-    max_new_tokens=st.integers(1, 12),
-    presence_penalty=st.sampled_from([0, 1.5, -1]),
-    frequency_penalty=st.sampled_from([0, 0.7, -0.2]),
-    repetition_penalty=st.sampled_from([1.0, 1.7, 0.8]),
-    ignore_eos=st.just(True),
-)
 prompts = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=14)
-
-
-@given(requests=st.lists(st.tuples(prompts, some_params), min_size=1, max_size=5), budget=st.sampled_from([4, 64]))
-def test_penalized_tokens(requests: list[tuple[list[int], SamplingParams]], budget: int) -> None:
-    """Also of the token under way, with prompts in pieces, and of requests that are computed again."""
-    engine = make_engine(8, budget, model=TableModel())
-    added = [engine.add(prompt, params) for prompt, params in requests]
-    list(engine.run())
-    for request, (prompt, params) in zip(added, requests, strict=True):
-        assert request.token_ids == alone(prompt, params)
-
-
-@pytest.mark.parametrize("repetition", [1.7, 0.8])
-def test_repeated_tokens_of_negative_logits(repetition: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "TABLE", TABLE - 20)
-    params = SamplingParams(max_new_tokens=12, repetition_penalty=repetition, ignore_eos=True)
-    engine = make_engine(8, 64, model=TableModel())
-    request = engine.add([1, 2, 3], params)
-    list(engine.run())
-    assert request.token_ids == alone([1, 2, 3], params)
 
 
 @given(min_p=st.floats(0.01, 1), temperature=st.sampled_from([0.5, 1.0, 3.0]), seed=st.integers(0, 99))

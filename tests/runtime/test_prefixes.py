@@ -1,4 +1,6 @@
-"""Prompts that begin alike and arrive together: one computes the beginning, the others find it."""
+"""Prompts that begin alike and arrive together: one computes the beginning, the others find it. What is reused and
+loaded of a prompt, step by step.
+"""
 
 from collections.abc import Sequence
 
@@ -7,13 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla.cache.blocks import BlockAllocator, block_key, salt_key
-from dcpmla.runtime import reuse
+from dcpmla.cache.tier import HostTier
+from dcpmla.runtime import reuse as reuse_module
+from dcpmla.runtime.costs import LoadCosts
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.request import Request
-from dcpmla.runtime.reuse import Forks
+from dcpmla.runtime.reuse import Forks, Found, PrefixReuse
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.scheduler import Scheduler
-from tests.support.hash_model import BLOCK, HashModel, alone, make_engine
+from tests.support.hash_model import BLOCK, HashModel, alone, answer, make_engine
 
 BEGINNING = [(7 * i + 3) % 28 for i in range(5 * BLOCK)]
 
@@ -29,9 +33,7 @@ def check_tokens(requests: Sequence[Request]) -> None:
 def test_a_beginning_is_computed_once() -> None:
     model = HashModel()
     engine = make_engine(200, model=model)
-    requests = add_all(engine, [[*BEGINNING, number, number + 1] for number in range(6)])
-    list(engine.run())
-    check_tokens(requests)
+    requests = answer(engine, *([*BEGINNING, number, number + 1] for number in range(6)))
     assert [request.num_cached_tokens for request in requests] == [0] + 5 * [len(BEGINNING)]
     assert model.steps[:2] == [[len(BEGINNING) + 2], [1] + 5 * [2]]  # one, then its decode and the others' ends
 
@@ -40,9 +42,7 @@ def test_chunks_are_waited_for_as_far_as_they_are_shared() -> None:
     """Of two that wait, one shares a block of the first chunk, the other one of the second, too."""
     engine = make_engine(200, max_num_batched_tokens=18)
     whole, first = [*BEGINNING, 1], [*BEGINNING[:BLOCK], 28, 28]
-    requests = add_all(engine, [[*BEGINNING, 2], whole, first])
-    list(engine.run())
-    check_tokens(requests)
+    requests = answer(engine, [*BEGINNING, 2], whole, first)
     assert [request.num_cached_tokens for request in requests] == [0, len(BEGINNING), BLOCK]
     times = [request.scheduled_time for request in requests]
     assert times[0] < times[2] < times[1]  # type: ignore[operator]
@@ -115,11 +115,8 @@ def test_other_prompts_do_not_wait() -> None:
     model = HashModel()
     engine = make_engine(200, model=model)
     prompts = [[*BEGINNING, 1], [*BEGINNING, 2], [5] * 9, [5] * 9, [*BEGINNING[: BLOCK - 1], 9, 9]]
-    requests = add_all(engine, prompts)
-    engine.step()
+    answer(engine, *prompts)
     assert model.steps[0] == [len(BEGINNING) + 1, 9, BLOCK + 1]
-    list(engine.run())
-    check_tokens(requests)
 
 
 def test_who_computes_may_end_before() -> None:
@@ -147,7 +144,7 @@ def test_nobody_waits_without_prefix_caching_or_for_scores() -> None:
 
 
 def test_the_border_that_was_noted_first_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reuse, "_MOST_FORKS", 2)
+    monkeypatch.setattr(reuse_module, "_MOST_FORKS", 2)
     forks = Forks(BLOCK, 1 << 20)
     for key in (b"a", b"b", b"a", b"c"):
         forks.mark(key)
@@ -184,3 +181,73 @@ def test_no_block_is_computed_twice(ends: list[list[int]], shared: list[int], bu
     rest = sum((len(prompt) - 1) % BLOCK + 1 for prompt in prompts)
     num_computed = sum(len(request.prompt_token_ids) - request.num_cached_tokens for request in requests)
     assert num_computed <= len(blocks) * BLOCK + rest
+
+
+KEYS = [bytes([index]) * 32 for index in range(3)]
+
+
+class Asked:
+    """Costs that note what they are asked."""
+
+    def __init__(self, answer: bool) -> None:
+        self.asked: list[tuple[int, int]] = []
+        self._answer = answer
+
+    def should_load(self, num_tokens: int, context: int) -> bool:
+        self.asked.append((num_tokens, context))
+        return self._answer
+
+
+def computed(allocator: BlockAllocator, num_blocks: int, reuse: PrefixReuse) -> Request:
+    """Return a request of so many blocks, whose prompt has been computed and is remembered where that is enabled."""
+    request = Request(list(range(num_blocks * BLOCK)), SamplingParams(max_new_tokens=1))
+    request.block_ids.extend(allocator.allocate(num_blocks))
+    request.num_computed_tokens = num_blocks * BLOCK
+    reuse.remember(request)
+    return request
+
+
+def make_reuse(costs: LoadCosts, num_blocks: int = 9) -> tuple[BlockAllocator, HostTier, PrefixReuse]:
+    allocator, tier = BlockAllocator(num_blocks, BLOCK), HostTier(9)
+    return allocator, tier, PrefixReuse(allocator, True, tier, costs)
+
+
+def test_without_prefix_caching_nothing_is_remembered() -> None:
+    allocator, tier = BlockAllocator(9, BLOCK), HostTier(9)
+    request = computed(allocator, 2, PrefixReuse(allocator, False, tier, Asked(True)))
+    assert allocator.find(request.block_keys(0, 2, BLOCK)) == []
+    assert tier.num_pending == 0
+
+
+@pytest.mark.parametrize("pays", [False, True])
+def test_blocks_are_loaded_where_that_pays(pays: bool) -> None:
+    """The choice knows the tokens to load and those before them."""
+    costs = Asked(pays)
+    allocator, tier, reuse = make_reuse(costs)
+    first = computed(allocator, 1, reuse)
+    request = Request(list(range(4 * BLOCK)), SamplingParams(max_new_tokens=1))
+    keys = request.block_keys(0, 3, BLOCK)
+    for key in keys[1:]:
+        tier.blocks.add(key)
+    found = reuse.find(request)
+    assert costs.asked == [(2 * BLOCK, BLOCK)]
+    assert found == Found(list(first.block_ids), keys=keys[1:] if pays else [])
+
+
+def test_loads_go_into_the_blocks_after_those_of_the_cache() -> None:
+    _, tier, reuse = make_reuse(Asked(True))
+    for key in KEYS[:2]:
+        tier.blocks.add(key)
+    loading = reuse.load(Found([5], keys=KEYS[:2]), [5, 6, 7, 8], None)
+    assert (loading.keys, list(loading.blocks), loading.state) == (KEYS[:2], [6, 7], None)
+
+
+def test_content_that_is_held_stays_until_it_is_released() -> None:
+    tier = HostTier(1)
+    tier.blocks.add(KEYS[0])
+    tier.blocks.hold(KEYS[:1])
+    tier.blocks.hold(KEYS[:1])
+    for held in (True, True, False):
+        assert (tier.blocks.add(KEYS[1]) is None) == held
+        if held:
+            tier.blocks.release(KEYS[:1])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from dcpmla.runtime.draws import draw_tokens, nucleus
+from dcpmla.runtime.draws import draw_tokens, log_sums, nucleus, ranks_of
 from dcpmla.runtime.request import Request, new_generator
 from dcpmla.runtime.sampling import SamplingParams, sample
 from tests.attention.test_small_kernels import compile_for_hopper
@@ -84,30 +84,6 @@ def test_kept_tokens_are_those_of_transformers(top_k: int, top_p: float) -> None
     assert set(drawn.tolist()) == set(warped_probs(logits[0], params).nonzero().flatten().tolist())
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(temperature=1.0),
-        SamplingParams(temperature=0.7, top_p=0.8),
-        SamplingParams(temperature=1.5, top_k=6),
-    ],
-    ids=["all", "top-p", "top-k"],
-)
-def test_frequencies(params: SamplingParams) -> None:
-    """One request's draws one after another: chi-square over the tokens left, at most 8 standard deviations above its
-    mean.
-    """
-    num_draws, logits = 20_000, random_logits(1, seed=11, vocab=12) / 3
-    uniforms = torch.rand(num_draws, dtype=torch.float64, generator=new_generator(5))
-    tokens = sample(logits.expand(num_draws, -1), [params] * num_draws, uniforms.tolist())
-    counts, expected = tokens.bincount(minlength=12).double(), num_draws * warped_probs(logits[0], params)
-    kept = expected > 0
-    assert counts[~kept].sum() == 0
-    freedom = int(kept.sum()) - 1
-    assert freedom >= 2
-    assert ((counts - expected)[kept] ** 2 / expected[kept]).sum() < freedom + 8 * math.sqrt(2 * freedom)
-
-
 @given(st.integers(0, 1000), st.lists(some_params(), min_size=1, max_size=6), st.data())
 def test_a_row_does_not_depend_on_its_neighbours(
     logits_seed: int, params: list[SamplingParams], data: st.DataObject
@@ -141,18 +117,6 @@ def test_a_requests_numbers_are_those_of_its_seed() -> None:
     request.num_tried, request.num_in_flight = 0, 1
     request.keep_draws(3)
     assert request.draw(2) == numbers[7:9]
-
-
-def test_nearly_equal_logits_give_the_same_tokens() -> None:
-    """What another cut of the model changes: rounding.
-
-    The tokens change where a boundary crosses the number: rarely.
-    """
-    logits = random_logits(2000, seed=5)
-    other = logits + 1e-6 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(6))
-    params = [SamplingParams(temperature=1.0, top_p=0.95, seed=seed) for seed in range(2000)]
-    different = sum(a != b for a, b in zip(draw(logits, params), draw(other, params), strict=True))
-    assert different <= 4
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-10])
@@ -225,6 +189,25 @@ def test_a_row_without_a_number_gives_some_token() -> None:
     assert set(tokens) <= set(range(4))
 
 
+def test_sums_of_exponentials_do_not_depend_on_their_order() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(7, 5000) * torch.tensor([0, 1, 3, 10, 30, 100, 1e30])[:, None]
+    sums = log_sums(logits)
+    torch.testing.assert_close(sums, logits.double().logsumexp(-1, keepdim=True).float(), rtol=3e-7, atol=3e-7)
+    assert torch.equal(log_sums(logits[:, torch.randperm(5000)]), sums)
+    logits[0, 3], logits[1, 4] = torch.nan, torch.inf
+    assert not log_sums(logits[:2]).isfinite().any()
+
+
+def test_ranks_are_in_order_and_zeros_are_equal() -> None:
+    logits = torch.tensor([[torch.inf, 3.0, 1e-45, 0.0, -0.0, -1e-45, -2.0, -torch.inf]])
+    ranks = ranks_of(logits)[0].tolist()
+    assert ranks == sorted(ranks)
+    assert len(set(ranks)) == 7
+    assert ranks[0] >= 0
+    assert ranks[-1] < 1 << 32
+
+
 def check_kernel(device: str, num_rows: int, vocab: int, tile: int = 2048) -> None:
     """Check the kernel against plain torch, on the CPU: rows of a batch in any order, each with its own numbers; ties,
     zeros of both signs, logits without probability, rows of NaN.
@@ -270,7 +253,6 @@ def test_a_batch_on_a_gpu() -> None:
 
 
 def test_the_kernel_compiles_for_hopper() -> None:
-    pytest.importorskip("triton")
     from dcpmla.runtime.kernels.sampling import draw_kernel
 
     types = {"logits_ptr": "*fp32", "numbers_ptr": "*fp64"}

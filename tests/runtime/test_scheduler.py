@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -94,6 +95,26 @@ def requests_of(load: Load) -> list[list[Request]]:
     ]
 
 
+def serve_alike(
+    load: Load, num_blocks: int, budget: int, max_num_seqs: int, num_states: int = 0, num_aborts: int = 0, **costs: Any
+) -> list[Batch]:
+    """Return the steps of a load, after which all requests have finished, and which a second rank decides alike."""
+    ranks = []
+    for _ in range(2):
+        allocator = BlockAllocator(num_blocks, BLOCK, num_states)
+        scheduler, requests = Scheduler(allocator, budget, max_num_seqs, **costs), requests_of(load)
+        everyone = [request for arriving in requests for request in arriving]
+        for request in everyone:
+            scheduler.check_fits(request)
+        names = {request: name for name, request in enumerate(everyone)}
+        steps = serve(scheduler, requests, everyone[:num_aborts])
+        assert all(request.finish_reason in ("length", "abort") for request in everyone)
+        assert allocator.num_free == num_blocks
+        ranks.append([[(names[piece.request], *piece[1:]) for piece in step.pieces] for step in steps])
+    assert ranks[0] == ranks[1]
+    return steps
+
+
 @given(
     load=loads,
     num_blocks=st.integers(12, 20),
@@ -108,24 +129,11 @@ def test_all_requests_finish_and_ranks_decide_alike(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch_module, "_MAX_SCORED", max_scored)
-        ranks, total = [], 0
-        for _ in range(2):
-            allocator = BlockAllocator(num_blocks, BLOCK, num_states)
-            scheduler = Scheduler(allocator, budget, max_num_seqs)
-            requests = requests_of(load)
-            everyone = [request for arriving in requests for request in arriving]
-            for request in everyone:
-                scheduler.check_fits(request)
-            names = {request: name for name, request in enumerate(everyone)}
-            steps = serve(scheduler, requests, everyone[:num_aborts])
-            assert all(request.finish_reason in ("length", "abort") for request in everyone)
-            assert allocator.num_free == num_blocks
-            assert all(sum(piece.num_tokens for piece in step.pieces) <= budget for step in steps)
-            ranks.append([[(names[piece.request], *piece[1:]) for piece in step.pieces] for step in steps])
-            total = sum(request.max_seq_len + 3 for request in everyone)
-        assert ranks[0] == ranks[1]
-        # In the worst case requests run one after the other, a token in each step, and preempted ones begin again.
-        assert len(ranks[0]) <= len(load) + 2 * total + 1
+        steps = serve_alike(load, num_blocks, budget, max_num_seqs, num_states, num_aborts)
+    assert all(sum(piece.num_tokens for piece in step.pieces) <= budget for step in steps)
+    total = sum(request.max_seq_len + 3 for arriving in requests_of(load) for request in arriving)
+    # In the worst case requests run one after the other, a token in each step, and preempted ones begin again.
+    assert len(steps) <= len(load) + 2 * total + 1
 
 
 def coming_by_tokens(waiting: Request, running: Sequence[Request]) -> bool:
@@ -208,28 +216,16 @@ def test_scored_prompts_keep_their_order_among_a_stream_of_others() -> None:
 
 @given(load=loads, budget=st.sampled_from([7, 64, 500]), seed=st.integers(0, 20), num_blocks=st.integers(12, 40))
 def test_prompts_beside_decodes_take_bounded_time(load: Load, budget: int, seed: int, num_blocks: int) -> None:
-    """Ranks decide alike, all requests finish, and pieces beside decodes exceed the limit by the last one at most."""
+    """Pieces beside decodes exceed the limit by the last one at most."""
     costs = DrawnCosts(seed)
-    ranks = []
-    for _ in range(2):
-        scheduler = Scheduler(BlockAllocator(num_blocks, BLOCK), budget, 8, costs=costs)
-        requests = requests_of(load)
-        everyone = [request for arriving in requests for request in arriving]
-        if any(request.max_seq_len > num_blocks * BLOCK for request in everyone):
-            return
-        names = {request: name for name, request in enumerate(everyone)}
-        steps = serve(scheduler, requests)
-        assert all(request.finish_reason for request in everyone)
-        ranks.append([[(names[piece.request], *piece[1:]) for piece in step.pieces] for step in steps])
-        for step in steps:
-            lens = [piece.num_tokens for piece in step.pieces]
-            num_decodes = lens.count(1)
-            assert lens[:num_decodes] == [1] * num_decodes
-            assert num_decodes <= step.num_absorbed <= len(lens)
-            if step.room_us < costs.max_prefill_us < math.inf and len(lens) > num_decodes:
-                # What is left is negative by no more than one piece of the fewest tokens takes.
-                assert step.room_us >= -costs.piece_us(64, num_blocks * BLOCK)
-    assert ranks[0] == ranks[1]
+    for step in serve_alike(load, num_blocks, budget, 8, costs=costs):
+        lens = [piece.num_tokens for piece in step.pieces]
+        num_decodes = lens.count(1)
+        assert lens[:num_decodes] == [1] * num_decodes
+        assert num_decodes <= step.num_absorbed <= len(lens)
+        if step.room_us < costs.max_prefill_us < math.inf and len(lens) > num_decodes:
+            # What is left is negative by no more than one piece of the fewest tokens takes.
+            assert step.room_us >= -costs.piece_us(64, num_blocks * BLOCK)
 
 
 def test_a_long_prompt_comes_forward_beside_decodes() -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla.cache.blocks import BlockAllocator
-from dcpmla.cache.states import StatePool, Worth, num_states
+from dcpmla.cache.states import StatePool, Worth
 from dcpmla.cache.tier import HostTier
 from dcpmla.runtime.costs import TOKEN_COSTS, PieceCosts, TokenCosts
 from dcpmla.runtime.progress import Loading
@@ -123,16 +123,6 @@ def test_a_conversation_returns_from_host_memory() -> None:
     later = Request([*first, 5, 5, 5], SamplingParams(max_new_tokens=1))
     serve(scheduler, [later], memory, host)
     assert later.num_cached_tokens == 24
-
-
-def test_a_prompt_is_found_again_with_its_state() -> None:
-    allocator = BlockAllocator(20, BLOCK, num_states(2))
-    scheduler = Scheduler(allocator, 100, 2)
-    prompt, memory = [1] * 10, dict[int, list[int]]()
-    for found in (0, 8):
-        request = Request(list(prompt), SamplingParams(max_new_tokens=2))
-        serve(scheduler, [request], memory)
-        assert request.num_cached_tokens == found
 
 
 class DearStates(TokenCosts):

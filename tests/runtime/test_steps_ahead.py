@@ -4,37 +4,13 @@ from typing import Any
 
 import pytest
 
-from dcpmla.runtime.in_flight import InFlightStep
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.scheduler import Scheduler
-from tests.support.hash_model import BLOCK, EOS, HashModel, alone, alone_ignoring_eos, drive, make_engine
+from tests.support.hash_model import BLOCK, EOS, alone, alone_ignoring_eos, drive, make_engine
 
 PARAMS = SamplingParams(max_new_tokens=4, ignore_eos=True)
 STOPPED = next([index] for index in range(EOS) if 3 <= len(alone([index], 12)) < 12)  # a prompt that comes to its end
-
-
-@pytest.mark.parametrize("with_graph", [False, True])
-def test_a_step_is_launched_before_the_last_ones_tokens_are_read(
-    with_graph: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, seen = HashModel(), list[str]()
-    hidden, wait = model.hidden, InFlightStep.wait
-    monkeypatch.setattr(model, "hidden", lambda *call: seen.append(f"launch {len(model.steps)}") or hidden(*call))
-    monkeypatch.setattr(InFlightStep, "wait", lambda pending: seen.append("wait") or wait(pending))
-    engine = make_engine(num_blocks=9, model=model, with_graph=with_graph)
-    request = engine.add([1, 2, 3], PARAMS)
-    list(engine.run())
-    assert seen == ["launch 0", "launch 1", "wait", "launch 2", "wait", "launch 3", "wait", "wait"]
-    assert request.token_ids == alone_ignoring_eos([1, 2, 3], 4)
-
-
-def test_an_end_of_sequence_token_may_be_ignored() -> None:
-    engine = make_engine(num_blocks=50)
-    requests = [engine.add(STOPPED, SamplingParams(max_new_tokens=12, ignore_eos=ignores)) for ignores in (False, True)]
-    list(engine.run())
-    assert [request.token_ids for request in requests] == [alone(STOPPED, 12), alone_ignoring_eos(STOPPED, 12)]
-    assert [request.finish_reason for request in requests] == ["stop", "length"]
 
 
 def test_nothing_is_computed_past_a_known_end() -> None:

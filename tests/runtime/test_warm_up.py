@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla.runtime.graph_sizes import warm_up_sizes
-from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.warm_up import warm_up
-from tests.support.hash_model import HashDrafter, HashModel, alone, make_engine
+from tests.support.hash_model import HashDrafter, HashModel, answer, make_engine
 
 SIZES = {2, 3, 4, 6, 8, 12, 16, 24, 32}
 
@@ -41,9 +40,7 @@ def test_steps_of_all_kinds_are_served(max_model_len: int, with_graph: bool) -> 
     assert not engine.has_requests
     assert engine.allocator.num_free == 80
     after = make_engine(80, 64, 4, max_model_len, model=model, drafter=drafter)
-    request = after.add([5, 6, 7], SamplingParams(max_new_tokens=12))
-    list(after.run())
-    assert request.token_ids == alone([5, 6, 7], 12)
+    answer(after, [5, 6, 7], num_new=12)
 
 
 def test_requests_forbid_a_reset() -> None:

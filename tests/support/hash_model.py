@@ -29,6 +29,7 @@ from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.in_flight import InFlightStep
 from dcpmla.runtime.request import Request
+from dcpmla.runtime.sampling import SamplingParams
 from tests.support.engines import new_engine
 
 VOCAB_SIZE, EOS, BLOCK = 30, 29, 4
@@ -129,11 +130,22 @@ def alone(prompt: Sequence[int], max_new_tokens: int) -> list[int]:
     return tokens
 
 
-def alone_ignoring_eos(prompt: list[int], num_new: int) -> list[int]:
+def alone_ignoring_eos(prompt: Sequence[int], num_new: int) -> list[int]:
     tokens: list[int] = []
     for _ in range(num_new):
         tokens.append(next_token([*prompt, *tokens]))
     return tokens
+
+
+def answer(engine: Engine, *prompts: Sequence[int], num_new: int = 3, **params: Any) -> list[Request]:
+    """Serve prompts that come at once, and check that each request gets the tokens that it gets alone."""
+    sampling = SamplingParams(max_new_tokens=num_new, **params)
+    requests = [engine.add(list(prompt), sampling) for prompt in prompts]
+    list(engine.run())
+    for request in requests:
+        expected = alone_ignoring_eos if sampling.ignore_eos else alone
+        assert request.token_ids == expected(request.prompt_token_ids, num_new)
+    return requests
 
 
 class HashDrafter(Drafter):
@@ -187,6 +199,14 @@ class Letters:
         return "".join(chr(ord("A") + token) for token in token_ids if token != EOS)
 
 
+def new_cache(num_blocks: int, device: str = "cpu") -> LatentCache:
+    """Return the cache of a model, with NaN in it."""
+    sizes = {"num_blocks": num_blocks, "block_size": BLOCK, "layers": (LayerMemory(2),), "dcp_size": 1}
+    cache = LatentCache(LatentPlan(dtype=torch.float32, **sizes), torch.device(device))
+    cache[0].latents.fill_(torch.nan)
+    return cache
+
+
 def make_engine(
     num_blocks: int,
     max_num_batched_tokens: int = 64,
@@ -206,11 +226,7 @@ def make_engine(
     open_disk: Callable[[HostMemory], Tier | None] = lambda memory: None,
     deterministic: bool = False,
 ) -> Engine:
-    plan = LatentPlan(
-        num_blocks=num_blocks, block_size=BLOCK, layers=(LayerMemory(2),), dtype=torch.float32, dcp_size=1
-    )
-    cache = LatentCache(plan, torch.device("cpu"))
-    cache[0].latents.fill_(torch.nan)
+    cache = new_cache(num_blocks)
     alignment = 2 * TILE if deterministic else BLOCK
     workspace = alignment * max(1, max_num_seqs)
     dcp = DCPConfig(block_size=BLOCK, context_workspace_tokens=workspace, deterministic=deterministic)

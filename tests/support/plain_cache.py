@@ -14,7 +14,6 @@ from dcpmla.transfer.layout import CacheLayout, StateSpec, TokenSpec
 from dcpmla.transfer.parts import RowMover
 
 ROW, ID_ROW, STATE = 16, 8, 8  # bytes
-TENSORS = ("ids", "first", "second", "pairs")  # token ids, two layers, and rows that stand for two positions
 
 
 def new_layout(tp: int, dcp: int, interleave: int, num_shares: int = 1, row: int = ROW) -> CacheLayout:
@@ -24,7 +23,7 @@ def new_layout(tp: int, dcp: int, interleave: int, num_shares: int = 1, row: int
         TokenSpec("ids", -1, ID_ROW, rows * dcp, 1, True),
         TokenSpec("first", 0, row, rows, 1, False),
         TokenSpec("second", 1, row, rows, 1, False),
-        TokenSpec("pairs", 1, row, rows // 2, 2, False),
+        TokenSpec("pairs", 1, row, rows // 2, 2, False),  # a row for two positions
     )
     return CacheLayout(tp, dcp, interleave, tokens, (StateSpec("state", STATE, 1, 1, 0),))
 

@@ -19,6 +19,7 @@ FIELDS: dict[str, Any] = {
     "engram_vocab_size": 64,
     "engram_pad_token_id": 2,
 }
+ORDERS = [2, 2, 3, 3, 4, 4]
 PRIMES = [[67, 71, 73, 79, 83, 89], [97, 101, 103, 107, 109, 113]]
 
 
@@ -47,6 +48,18 @@ def save_tokenizer(directory: Path) -> int:
     return max(ids) + 1
 
 
+def hash_row(ids: list[int], pad_id: int, multipliers: list[int], orders: list[int], primes: list[int]) -> list[int]:
+    """Return the rows of a table for the n-grams at the end of some ids: a column for each order and prime."""
+    row = []
+    for column, (order, prime) in enumerate(zip(orders, primes, strict=True)):
+        number = 0
+        for distance in range(order):
+            number ^= (ids[-1 - distance] if distance < len(ids) else pad_id) * multipliers[distance]
+        assert number < 2**63
+        row.append(number % prime + sum(primes[:column]))
+    return row
+
+
 class PlainHash(nn.Module):
     """The hashes of a step that is one whole sequence."""
 
@@ -57,15 +70,7 @@ class PlainHash(nn.Module):
     def forward(self, token_ids: Tensor, step: Any, cache: Any) -> Tensor:
         ids = [self.token_map[token] for token in token_ids.tolist()]
         layers = [
-            [self._row(ids[: end + 1], *functions) for end in range(len(ids))]
-            for functions in zip(self.multipliers, PRIMES, strict=True)
+            [hash_row(ids[: end + 1], self.pad_id, own, ORDERS, primes) for end in range(len(ids))]
+            for own, primes in zip(self.multipliers, PRIMES, strict=True)
         ]
         return torch.tensor(layers, dtype=torch.int32)
-
-    def _row(self, ids: list[int], multipliers: list[int], primes: list[int]) -> list[int]:
-        row, number = [], 0
-        for distance, multiplier in enumerate(multipliers):
-            number ^= (ids[-1 - distance] if distance < len(ids) else self.pad_id) * multiplier
-            buckets = range(2 * distance - 2, 2 * distance) if distance else range(0)
-            row += [number % primes[column] + sum(primes[:column]) for column in buckets]
-        return row

@@ -59,10 +59,8 @@ class SoakRank:
         self.cache.check(self.content(number), self.blocks(number), number % WINDOW)
 
 
-def soak(
-    kind: str, source: CacheLayout, target: CacheLayout, num_handoffs: int, device: str = "cpu"
-) -> dict[str, float]:
-    """Run one rank of the world, whose first ranks are the prefill server; return figures."""
+def soak(kind: str, source: CacheLayout, target: CacheLayout, num_handoffs: int, device: str = "cpu") -> int:
+    """Run one rank of the world, whose first ranks are the prefill server; return how many bytes have moved."""
     world_rank = dist.get_rank()
     is_source = world_rank < source.tp_size
     engine, rank = ("p", world_rank) if is_source else ("d", world_rank - source.tp_size)
@@ -75,14 +73,12 @@ def soak(
     side: Outgoing | Incoming
     side = (Outgoing if is_source else Incoming)(transport, cache.mover, layout, rank)
     side.connect(peers[0] if is_source else peers[1])
-    started = time.perf_counter()
     try:
         moved = _send(side, cache, num_handoffs) if isinstance(side, Outgoing) else _receive(side, cache, num_handoffs)
-        seconds = time.perf_counter() - started
         dist.barrier()
     finally:
         side.close()
-    return {"bytes": moved, "seconds": seconds}
+    return moved
 
 
 def _send(side: Outgoing, cache: SoakRank, num_handoffs: int) -> int:

@@ -82,6 +82,12 @@ def arrive(pair: Pair, prompt: Prompt) -> None:
     prompt.end_handoff()
 
 
+def hand_over(pair: Pair, prompt: Prompt) -> None:
+    prompt.open()
+    send_all(prompt)
+    arrive(pair, prompt)
+
+
 def test_nobody_asks(pair: Pair) -> None:
     prompt = pair.prompt("h")
     send_all(prompt)
@@ -162,11 +168,8 @@ def test_a_decode_rank_is_lost(clock: Clock, is_known: bool) -> None:
         prompt.compute()
     pair.poll(3)
     pair.network.lost.add("d0/0")
-    others = [pair.prompt(f"other{number}", pair.decoders[1]) for number in range(3)]
-    for other in others:
-        other.open()
-        send_all(other)
-        arrive(pair, other)
+    for number in range(3):
+        hand_over(pair, pair.prompt(f"other{number}", pair.decoders[1]))
     if is_known:
         pair.prefill.sides[0].disconnect("d0")
         pair.poll()
@@ -212,10 +215,7 @@ def test_a_stopped_decode_server_wakes_after_its_slots_hold_other_content(clock:
     pair.pass_time(LEASE + 8)
     assert failures(prompt) == ["rank 0 of decode server d0 asked for nothing in 40 s"]
     for number in range(3):
-        other = pair.prompt(f"other{number}", pair.decoders[1])
-        other.open()
-        send_all(other)
-        arrive(pair, other)
+        hand_over(pair, pair.prompt(f"other{number}", pair.decoders[1]))
     # The offers arrive, and the message that it is closed does not.
     inbox = pair.network.transports["d0/0"].inbox
     for message in [message for message in inbox if b"closed" in message[1]]:
@@ -241,9 +241,7 @@ def test_a_prompt_of_another_length(pair: Pair) -> None:
 def test_replicas_without_rows_end_too(clock: Clock) -> None:
     pair = Pair(clock, (4, 1), (2, 2))
     prompt = pair.prompt("h")
-    prompt.open()
-    send_all(prompt)
-    arrive(pair, prompt)
+    hand_over(pair, prompt)
     num_bytes = [handoff.num_bytes for handoff in prompt.handoffs]
     assert sorted(num_bytes)[:2] == [0, 0]
     assert sum(num_bytes) == sum(arrival.num_bytes for arrival in prompt.got.arrivals) > 0
@@ -297,9 +295,7 @@ def test_a_restarted_server_has_another_name(pair: Pair) -> None:
     pair.prefill.sides[0].disconnect("d0")
     connect(pair.prefill, again)
     prompt = pair.prompt("h1", again)
-    prompt.open()
-    send_all(prompt)
-    arrive(pair, prompt)
+    hand_over(pair, prompt)
     assert failures(lost) == ["decode server d0 is disconnected"]
 
 

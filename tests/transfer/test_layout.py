@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from dcpmla.transfer.layout import CacheLayout, StateSpec, TokenSpec
 from dcpmla.transfer.route import Part, Route, find_routes
 
-SPANS = (1, 4)
-
 
 def make_layout(tp: int, dcp: int, interleave: int, block_size: int, num_layers: int = 2) -> CacheLayout:
     """Return a layout with latents and keys of 4 positions in each layer, ids, and a state that is cut by heads."""
@@ -71,42 +69,6 @@ def test_each_row_arrives_once(
                     owner = row // source.interleave % source.dcp_size
                     expected.append((row, replica * source.dcp_size + owner))
             assert sorted(arrived[tensor]) == expected
-
-
-@given(source=layouts(), target=layouts(), num_tokens=st.integers(1, 9))
-def test_each_byte_of_a_state_arrives_once(source: CacheLayout, target: CacheLayout, num_tokens: int) -> None:
-    for target_rank in range(target.tp_size):
-        for tensor, (here, there) in enumerate(zip(source.states, target.states, strict=True)):
-            arrived: list[tuple[int, int]] = []  # byte there, byte of the whole row
-            for source_rank in range(source.tp_size):
-                for part in Route(source, source_rank, target, target_rank).state_parts(num_tokens, 1000):
-                    for piece in part.pieces:
-                        if piece.tensor == tensor:
-                            last = max(0, num_tokens - here.num_last)
-                            assert piece.rows.tolist() == list(range(last, num_tokens))
-                            for column in piece.columns:
-                                arrived += matched(column, here, there, source, source_rank)
-            width = there.row_bytes // max(there.num_parts, 1)
-            rank = target_rank if there.num_parts else 0
-            whole = there.row_bytes * (target.tp_size if there.num_parts else 1) // max(there.num_parts, 1)
-            assert sorted(arrived) == [
-                (byte, byte // width * whole + rank * width + byte % width) for byte in range(there.row_bytes)
-            ]
-
-
-def matched(
-    column: tuple[int, int, int], here: StateSpec, there: StateSpec, source: CacheLayout, source_rank: int
-) -> list[tuple[int, int]]:
-    """Return each byte of some columns on the target rank, and which byte of the whole row it is."""
-    first, first_there, length = column
-    if not here.num_parts:
-        return [(first_there + index, first + index) for index in range(length)]
-    width = here.row_bytes // here.num_parts
-    whole = width * source.tp_size
-    return [
-        (first_there + index, (first + index) // width * whole + source_rank * width + (first + index) % width)
-        for index in range(length)
-    ]
 
 
 def test_parts_are_large_whatever_the_interleaves_are() -> None:
