@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from dcpmla.runtime.batch import Batch
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.scheduler import Scheduler
@@ -11,6 +12,16 @@ from tests.support.hash_model import BLOCK, EOS, alone, alone_ignoring_eos, driv
 
 PARAMS = SamplingParams(max_new_tokens=4, ignore_eos=True)
 STOPPED = next([index] for index in range(EOS) if 3 <= len(alone([index], 12)) < 12)  # a prompt that comes to its end
+
+
+def test_a_step_goes_on_with_the_same_requests_in_the_same_order() -> None:
+    requests, batch = [Request([1], PARAMS) for _ in range(3)], Batch(budget=10)
+    for request in requests:
+        batch.add(request, 1)
+    batch.num_absorbed = 3
+    assert batch.goes_on(requests)
+    assert not batch.goes_on(requests[::-1])
+    assert not batch.goes_on(requests[:2])
 
 
 def test_nothing_is_computed_past_a_known_end() -> None:
