@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -21,12 +21,22 @@ LOAD_TIMEOUT = 1800.0  # seconds that a rank may take to download or read its pa
 _LINGER = 1.0  # seconds that rank 0, which may hold the store, stays for the others' last posts
 
 
+class NoWatchdog:
+    """A no-op watchdog for a job of one process, whose signals and exceptions stay its own."""
+
+    def enter(self, operation: str, timeout: float | None = None) -> None:
+        """Do nothing."""
+
+    def on_stop(self, callback: Callable[[], object]) -> None:
+        """Do nothing."""
+
+
 @dataclass(frozen=True)
 class Job:
     """This process among the ranks of a job, torch.distributed initialized."""
 
     ranks: Ranks
-    watchdog: Watchdog
+    watchdog: Watchdog | NoWatchdog
 
 
 @contextmanager
@@ -75,13 +85,14 @@ def share_mistake(mistake: ValueError) -> None:
 
 
 @contextmanager
-def _met(timeout: float, watch_one: bool) -> Iterator[tuple[LaunchInfo, dist.Store, Watchdog]]:
+def _met(timeout: float, watch_one: bool) -> Iterator[tuple[LaunchInfo, dist.Store, Watchdog | NoWatchdog]]:
     launch = find_launch_info(os.environ, timedelta(seconds=timeout))
     store = meet(launch, timedelta(seconds=timeout))
-    watchdog = Watchdog(store, launch.rank, launch.num_ranks, timeout)
+    if launch.num_ranks == 1 and not watch_one:
+        yield launch, store, NoWatchdog()
+        return
     try:
-        # Without it the signals and exceptions of a single process stay its own.
-        with watchdog if launch.num_ranks > 1 or watch_one else nullcontext():
+        with Watchdog(store, launch.rank, launch.num_ranks, timeout) as watchdog:
             yield launch, store, watchdog
     except Reported:
         if launch.rank == 0 and launch.num_ranks > 1:
