@@ -25,7 +25,7 @@ from dcpmla.attention.step.long_pieces import LONG_PIECE, TOKENS_PER_PIECE
 from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests, StepTable, StepTraits, TableSizes
 from dcpmla.config import DCPConfig
-from tests.attention.test_decode_compile import compile_for_hopper
+from tests.support.hopper import compile_for_hopper
 from tests.support.shared_memory import run_interpreted
 from tests.support.step_tables import fill_table, lay_out_step
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from dcpmla.attention.output import ops as output_ops
 from dcpmla.attention.output.formats import OutputQuant
 from dcpmla.cache.formats import FP8
+from tests.support.kernels import randn
 
 GRID = (0, 0.5, 1, 1.5, 2, 3, 4, 6)  # of e2m1
 TIES = (
@@ -40,10 +41,6 @@ KINDS = (
     ),
     OutputQuant("nvfp4", scale=torch.tensor(256.0)),
 )
-
-
-def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def codes(x: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from dcpmla.attention.backends.choice import PREFILL_BACKENDS
 from dcpmla.attention.backends.mask import selection_mask, unpack_mask
 from dcpmla.attention.mla import prefill as operators
 from tests.attention.test_prefill_backends import DEEPSEEK, LARGER_CASES, find_kernel
-from tests.attention.test_prefill_compile import compile_for_hopper
 from tests.support.backends import as_kernel, prefill_call
+from tests.support.hopper import ptx_for_hopper
 from tests.support.prefill_checks import SCALE, Case, check_prefill, segments
 from tests.support.shared_memory import run_interpreted
 
@@ -127,9 +127,7 @@ def test_in_the_interpreter() -> None:
 def test_mask_kernel_compiles_for_hopper() -> None:
     from dcpmla.attention.triton.mask import selection_mask_kernel
 
-    types = {f"{name}_ptr": "*i32" for name in ("positions", "query_start_loc", "first_position", "words")}
-    compiled = compile_for_hopper(selection_mask_kernel, types, {"TOPK": 2048, "BLOCK": 2048}, {"num_warps": 8})
-    assert "sm_90a" in compiled.asm["ptx"]
+    ptx_for_hopper(selection_mask_kernel, "i32", {"TOPK": 2048, "BLOCK": 2048})
 
 
 def test_a_mask_passes_over_kernels_that_take_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,9 @@ from dcpmla.attention.step.table import StepLayout, StepRequests, StepTable, Ste
 from dcpmla.cache.latent import LatentPlan, LayerMemory
 from dcpmla.runtime.graph_inputs import GraphInputs
 from dcpmla.runtime.graph_sizes import GraphLimits, GraphSize
-from tests.attention.test_small_kernels import compile_for_hopper
+from tests.support.hopper import ptx_for_hopper
+from tests.support.kernels import on_both, run_kernels
 from tests.support.layouts import dcp_config
-from tests.support.shared_memory import run_interpreted
 from tests.support.step_batches import Batch, batches
 from tests.support.step_tables import TableCase, table_cases
 
@@ -150,20 +150,9 @@ def check_many_requests(device: str) -> None:
         assert int((torch.stack(slots) >= 0).sum()) == int(table.num_tokens.sum())
 
 
-def check_in_the_interpreter() -> None:
-    check_kernel("cpu")
-    check_many_requests("cpu")
-
-
-def test_the_kernel_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_interpreted(1, check_in_the_interpreter)
-
-
-@pytest.mark.gpu
-def test_the_kernel() -> None:
-    check_kernel("cuda")
-    check_many_requests("cuda")
+@on_both
+def test_the_kernel(device: str) -> None:
+    run_kernels(device, check_kernel, check_many_requests)
 
 
 @pytest.mark.parametrize("has_slots", [False, True])
@@ -172,7 +161,7 @@ def test_the_kernel_compiles_for_hopper(has_slots: bool) -> None:
     from dcpmla.attention.step.kernels import layout_kernel
 
     constants = {"BLOCK_SIZE": 64, "DCP_SIZE": 2, "INTERLEAVE": 1, "HAS_SLOTS": has_slots, "ROWS": 128}
-    compile_for_hopper(layout_kernel, "i32", constants, positions_ptr="*i64", slots_ptr="*i64")
+    ptx_for_hopper(layout_kernel, "i32", constants, positions_ptr="*i64", slots_ptr="*i64")
 
 
 @pytest.mark.parametrize("num_decodes", [0, 2, 4])

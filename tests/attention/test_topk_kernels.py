@@ -18,7 +18,8 @@ from dcpmla.attention.select.slots import SlotLayout
 from dcpmla.attention.select.step import SelectedTokens
 from dcpmla.ownership import Owner
 from tests.attention.test_topk import owned
-from tests.support.hopper import compile_source
+from tests.support.hopper import compile_source, new_source
+from tests.support.kernels import on_both
 from tests.support.shared_memory import run_interpreted
 
 
@@ -224,29 +225,17 @@ def test_kernels_compile_for_hopper(name: str, width: int, constants: dict[str, 
     leave in it.
     """
     pytest.importorskip("triton")
-    from triton.compiler import ASTSource
-
     from dcpmla.attention.select.kernels import topk as kernels
 
     tile, num_warps = 4096, 4
     kernel, constants = getattr(kernels, name), {"TILE": tile, "WARPS": num_warps, **constants}
-    aligned = re.compile(r".*_ptr|scores_stride|candidates_stride|stride|num_candidates")
-    attributes = {
-        (at,): [["tt.divisibility", 16]] for at, each in enumerate(kernel.arg_names) if aligned.fullmatch(each)
-    }
-    signature = {each: "constexpr" if each in constants else TYPES.get(each, "i32") for each in kernel.arg_names}
-    source = ASTSource(kernel, signature, constants, attributes)
-    compiled = compile_source(source, {"num_warps": num_warps})
+    compiled = compile_source(new_source(kernel, TYPES, constants, "stride|num_candidates"), {"num_warps": num_warps})
     loads = re.findall(r"ld\.global\.v4\.b32" if width == 4 else r"ld\.global\.v2\.b64", compiled.asm["ptx"])
     assert len(loads) >= tile // (width * 32 * num_warps)
     assert compiled.metadata.shared <= tile
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
+@on_both
 def test_operators(device: str) -> None:
     """Check the schema, and the shapes for tracing."""
     lens = torch.tensor([0, 9, 3], dtype=torch.int32, device=device)

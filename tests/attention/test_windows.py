@@ -19,10 +19,10 @@ from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.operators import import_kernel
 from dcpmla.ownership import Owner
-from tests.attention.test_small_kernels import compile_for_hopper
+from tests.support.hopper import ptx_for_hopper
+from tests.support.kernels import on_both, run_kernels
 from tests.support.layouts import dcp_config
 from tests.support.prefill_checks import segments
-from tests.support.shared_memory import run_interpreted
 
 BLOCK_SIZE = 8
 LAYOUTS = ((1, 1), (2, 1), (3, 4), (4, 8))  # DCP size, interleave
@@ -66,11 +66,6 @@ def check_kernel(device: str) -> None:
                 assert torch.equal(slots[:num], expected_slots[:num])
 
 
-def test_the_kernel() -> None:
-    pytest.importorskip("triton")
-    run_interpreted(1, check_kernel, "cpu")
-
-
 def check_prefill_kernel(device: str, folder: str = "triton", widths: tuple[int, int, int] = (32, 16, 32)) -> None:
     """Check a kernel over keys of P + R columns and values of V (`widths`)."""
     run = import_kernel(f"dcpmla.attention.{folder}.prefill:run")
@@ -96,15 +91,10 @@ def check_prefill_kernel(device: str, folder: str = "triton", widths: tuple[int,
     assert torch.equal(out[299], run(call._replace(window=window))[0][299])
 
 
-def test_prefill_leaves_out_keys_before_the_window() -> None:
-    pytest.importorskip("triton")
-    run_interpreted(1, check_prefill_kernel, "cpu")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("check", [check_kernel, check_prefill_kernel])
-def test_kernels(check: Any) -> None:
-    check("cuda")
+@on_both
+def test_kernels(device: str) -> None:
+    """Prefill leaves out keys before the window."""
+    run_kernels(device, check_kernel, check_prefill_kernel)
 
 
 @pytest.mark.gpu
@@ -119,7 +109,7 @@ def test_the_kernel_compiles() -> None:
     from dcpmla.attention.layers.windowed.kernels.select import window_kernel
 
     names = ("table_ptr", "request_ptr", "lens_ptr", "positions_ptr", "slots_ptr", "num_slots_ptr")
-    compile_for_hopper(window_kernel, "bf16", {"WINDOW": 512, "COLUMNS": 512}, **dict.fromkeys(names, "*i32"))
+    ptx_for_hopper(window_kernel, "bf16", {"WINDOW": 512, "COLUMNS": 512}, **dict.fromkeys(names, "*i32"))
 
 
 @pytest.mark.parametrize(("size", "interleave"), [(1, 1), (2, 2)])
