@@ -1,4 +1,4 @@
-"""Backends of prefill against float64: cases, and rows among NaN."""
+"""Backends of prefill against float64: cases, masks, and rows among NaN."""
 
 from collections.abc import Callable, Sequence
 
@@ -63,3 +63,16 @@ def check_prefill(
     tolerance = {torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
     torch.testing.assert_close(out.double().cpu(), expected, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(lse.cpu(), expected_lse, atol=2e-4, rtol=1e-4)
+
+
+def draw_mask(num_tokens: int, num_keys: int) -> Tensor:
+    """Return rows of all bits, none, one, few, and of few among the last or the first keys: tiles before or after them
+    are empty.
+    """
+    bits = torch.rand(num_tokens, num_keys, generator=torch.Generator().manual_seed(2)) < 0.1
+    bits[1::7], bits[2::7], bits[3::7] = True, False, False
+    bits[3::7, num_keys // 2] = True
+    bits[4::7, : num_keys - num_keys // 4] = False
+    bits[5::7, num_keys // 4 :] = False
+    padded = torch.nn.functional.pad(bits, (0, -num_keys % 32)).unflatten(1, (-1, 32))
+    return (padded.long() << torch.arange(32)).sum(-1).to(torch.int32)
