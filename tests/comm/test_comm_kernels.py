@@ -2,8 +2,8 @@
 for Hopper.
 """
 
+import itertools
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +14,8 @@ from torch import Tensor
 from dcpmla.comm import nccl
 from tests.comm.test_exchange import expected_merge, partials
 from tests.support.hopper import compile_source, new_source, ptx_for_hopper
+from tests.support.kernels import cut, on_both, run_kernels
 from tests.support.ranks import run_ranks
-from tests.support.shared_memory import run_interpreted
 
 triton = pytest.importorskip("triton")
 
@@ -30,22 +30,14 @@ def draw(num_parts: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tenso
 def check_merge_rows(device: str) -> None:
     from dcpmla.comm.kernels.merge import merge_rows
 
-    for num_parts in (1, 2, 3, 8):
-        for dtype, tolerance in (
-            (torch.float32, 1e-6),
-            (torch.bfloat16, 8e-3),
-            (torch.float16, 1e-3),
-        ):  # the interpreter truncates
-            out, lse = draw(num_parts, dtype, device)
-            # Rows with something after them.
-            padded = torch.full((*out.shape[:-1], out.shape[-1] + 8), torch.nan, dtype=dtype)
-            padded[..., :-8] = out
-            merged, merged_lse = merge_rows(
-                padded.to(device)[..., :-8], lse.to(device).transpose(0, 1).contiguous().transpose(0, 1)
-            )
-            wanted, wanted_lse = expected_merge(out, lse)
-            torch.testing.assert_close(merged.double().cpu(), wanted, atol=tolerance, rtol=tolerance)
-            torch.testing.assert_close(merged_lse.double().cpu(), wanted_lse, atol=1e-5, rtol=1e-6)
+    tolerances = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+    for num_parts, (dtype, tolerance) in itertools.product((1, 2, 3, 8), tolerances.items()):
+        out, lse = draw(num_parts, dtype, device)
+        strided = lse.to(device).transpose(0, 1).contiguous().transpose(0, 1)
+        merged, merged_lse = merge_rows(cut(out.to(device)), strided)
+        wanted, wanted_lse = expected_merge(out, lse)
+        torch.testing.assert_close(merged.double().cpu(), wanted, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(merged_lse.double().cpu(), wanted_lse, atol=1e-5, rtol=1e-6)
 
 
 def check_weigh_rows(device: str) -> None:
@@ -54,9 +46,7 @@ def check_weigh_rows(device: str) -> None:
 
     for size, dtype in ((1, torch.float32), (2, torch.bfloat16), (3, torch.float64), (8, torch.float16)):
         out, lse = draw(size, dtype, device)
-        padded = torch.full((*out.shape[:-1], out.shape[-1] + 8), torch.nan, dtype=dtype)
-        padded[..., :-8] = out
-        weighed = [weigh_rows(rows[..., :-8], lse.to(device), rank) for rank, rows in enumerate(padded.to(device))]
+        weighed = [weigh_rows(cut(rows), lse.to(device), rank) for rank, rows in enumerate(out.to(device))]
         for (shares, merged_lse), (wanted, wanted_lse) in zip(
             weighed, (nccl.weigh_rows(out[rank], lse, rank) for rank in range(size)), strict=True
         ):
@@ -68,15 +58,9 @@ def check_weigh_rows(device: str) -> None:
         torch.testing.assert_close(merged.transpose(0, 1).flatten(1, 2), wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.gpu
-def test_kernels() -> None:
-    check_merge_rows("cuda")
-    check_weigh_rows("cuda")
-
-
-@pytest.mark.parametrize("check", [check_merge_rows, check_weigh_rows])
-def test_kernels_in_the_interpreter(check: Callable[[str], None]) -> None:
-    run_interpreted(1, check, "cpu")
+@on_both
+def test_kernels(device: str) -> None:
+    run_kernels(device, check_merge_rows, check_weigh_rows)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])

@@ -202,23 +202,20 @@ def test_selection_says_why() -> None:
 
 
 def wait_for_missing_rank() -> str:
-    """Gather and combine on rank 0 while another rank sleeps; return the text of the errors."""
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
-    if dist.get_rank() == 1:
-        time.sleep(8)
+    """Gather on rank 0 and combine on rank 1, each in a group with a rank that does neither; return the error's text."""
+    rank, groups = dist.get_rank(), [dist.new_group([rank, 2], timeout=timedelta(seconds=3)) for rank in (0, 1)]
+    if rank == 2:
         return ""
-    exchange = AllToAll(group)
-    started = exchange.start_context(
-        torch.zeros(1, D), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    )
-    with pytest.raises(RuntimeError) as failed_gather:
-        started()
-    with pytest.raises(RuntimeError) as failed_combine:
-        exchange.combine(torch.zeros(1, 2, D), torch.zeros(1, 2))
-    return "\n".join(failed_gather.value.__notes__ + failed_combine.value.__notes__)
+    exchange, at = AllToAll(groups[rank]), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(RuntimeError) as failed:
+        if rank == 0:
+            exchange.start_context(torch.zeros(1, D), at, at)()
+        else:
+            exchange.combine(torch.zeros(1, 2, D), torch.zeros(1, 2))
+    return "\n".join(failed.value.__notes__)
 
 
 def test_missing_rank_ends_with_an_error_that_names_rank_and_operation() -> None:
-    words = run_ranks(2, wait_for_missing_rank)[0]
-    for operation in ("gather_context", "combine"):
-        assert f"{operation} failed on rank 0 of the group [0, 1]" in words
+    words = run_ranks(3, wait_for_missing_rank)
+    for rank, operation in enumerate(("gather_context", "combine")):
+        assert f"{operation} failed on rank {rank} of the group [{rank}, 2]" in words[rank]
