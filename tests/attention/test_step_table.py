@@ -19,34 +19,7 @@ from dcpmla.runtime.graph_sizes import GraphLimits, GraphSize
 from tests.support.hopper import ptx_for_hopper
 from tests.support.kernels import on_both, run_kernels
 from tests.support.layouts import dcp_config
-from tests.support.step_batches import Batch, batches
 from tests.support.step_tables import TableCase, table_cases
-
-
-@given(batch=batches())
-def test_tokens_of_built_steps(batch: Batch) -> None:
-    first, ends = batch.context_lens, batch.seq_lens
-    rows = [(request, position) for request, end in enumerate(ends) for position in range(first[request], end)]
-    request, positions = (list(column) for column in zip(*rows, strict=True))
-    owners = [batch.owners(index) for index in range(len(ends))]
-    for rank, step in enumerate(batch.build()):
-        tokens, table, owner = step.tokens, step.table, batch.dcp.owner(rank)
-        assert tokens.request.tolist() == request
-        assert tokens.positions.tolist() == positions
-        assert tokens.seq_lens.tolist() == [position + 1 for position in positions]
-        assert tokens.local_seq_lens.tolist() == [
-            sum(each == rank for each, _ in owners[index][: position + 1]) for index, position in rows
-        ]
-        dealt = [owners[index][position] for index, position in rows]
-        assert tokens.slots.tolist() == [slot if each == rank else -1 for each, slot in dealt]
-        of_tokens = table.block_table[tokens.request]
-        assert torch.equal(tokens.slots, owner.slot_mapping(tokens.positions, of_tokens, batch.dcp.block_size))
-        assert [column.dtype for column in tokens] == [*[torch.int32] * 3, *[torch.int64] * 2]
-        assert table.begin.tolist() == table.first_position.tolist() == first
-        assert table.end.tolist() == ends
-        assert table.num_tokens.tolist() == batch.query_lens
-        assert table.row_start.tolist() == [0, *itertools.accumulate(batch.query_lens)]
-        assert all(column.data_ptr() % 16 == 0 for column in table)  # kernels are compiled for this
 
 
 @given(case=table_cases())

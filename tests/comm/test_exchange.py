@@ -202,16 +202,18 @@ def test_selection_says_why() -> None:
 
 
 def wait_for_missing_rank() -> str:
-    """Gather on rank 0 and combine on rank 1, each in a group with a rank that does neither; return the error's text."""
-    rank, groups = dist.get_rank(), [dist.new_group([rank, 2], timeout=timedelta(seconds=3)) for rank in (0, 1)]
+    """Gather on rank 0 and combine on rank 1, each in a group with a rank that does neither; return the error."""
+    rank, limit = dist.get_rank(), timedelta(seconds=3)
+    groups = [dist.new_group([each, 2], timeout=limit) for each in (0, 1)]
     if rank == 2:
         return ""
     exchange, at = AllToAll(groups[rank]), torch.zeros(1, dtype=torch.int64)
+    calls = (
+        lambda: exchange.start_context(torch.zeros(1, D), at, at)(),
+        lambda: exchange.combine(torch.zeros(1, 2, D), torch.zeros(1, 2)),
+    )
     with pytest.raises(RuntimeError) as failed:
-        if rank == 0:
-            exchange.start_context(torch.zeros(1, D), at, at)()
-        else:
-            exchange.combine(torch.zeros(1, 2, D), torch.zeros(1, 2))
+        calls[rank]()
     return "\n".join(failed.value.__notes__)
 
 

@@ -170,7 +170,8 @@ def check_missing_rank() -> None:
         start = time.monotonic()
         _ = reduce.all_reduce(rows) if operation == "all_reduce" else reduce.add_norm(rows, rows, weight, 1e-6)
         assert time.monotonic() - start < most_seconds
-        words = f"{operation} failed on rank {rank} of the group {groups[rank // 2]}: nothing came from rank {missing} for 2 s"
+        here = f"rank {rank} of the group {groups[rank // 2]}"
+        words = f"{operation} failed on {here}: nothing came from rank {missing} for 2 s"
         if most_seconds > 2:
             for again in (reduce.check, lambda: reduce.all_reduce(rows)):
                 with pytest.raises(PeerFault, match=re.escape(words)):

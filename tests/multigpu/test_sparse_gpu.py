@@ -18,6 +18,7 @@ from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.latent import num_blocks
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.families.table import attention_of
+from tests.support.gpus import on_gpus
 from tests.support.models import random_model
 from tests.support.ranks import run_ranks
 
@@ -156,14 +157,8 @@ FORMATS = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.gpu
+@on_gpus(1, 2)
 @FORMATS
-def test_on_a_gpu(kv_cache_dtype: str, index_cache_dtype: str, hadamard: bool) -> None:
-    run_ranks(1, check_formats, [], kv_cache_dtype, index_cache_dtype, hadamard, device="cuda")
-
-
-@pytest.mark.gpu_2
-@FORMATS
-def test_on_two_gpus(kv_cache_dtype: str, index_cache_dtype: str, hadamard: bool) -> None:
-    backends = ["direct", "ag_rs", "direct"]
-    run_ranks(2, check_formats, backends, kv_cache_dtype, index_cache_dtype, hadamard, device="cuda")
+def test_layers(num_gpus: int, kv_cache_dtype: str, index_cache_dtype: str, hadamard: bool) -> None:
+    backends = ["direct", "ag_rs", "direct"] if num_gpus > 1 else []
+    run_ranks(num_gpus, check_formats, backends, kv_cache_dtype, index_cache_dtype, hadamard, device="cuda")

@@ -3,6 +3,7 @@
 import random
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,6 +42,14 @@ def tokens_of_rows(order: Tensor, num_rows: int, rank: int) -> Tensor:
 def exchange_on_gpu(**changes: Any) -> DirectExchange:
     options = {"group": dist.group.WORLD, "device": torch.device("cuda", torch.cuda.current_device()), **changes}
     return DirectExchange(**options)
+
+
+def seconds_on_gpu(call: Callable[[], object]) -> float:
+    """Return the time that a call and the GPU's work take."""
+    start = time.monotonic()
+    call()
+    torch.cuda.synchronize()
+    return time.monotonic() - start
 
 
 def draw(exchange: DirectExchange, shape: Shape, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor, Tensor]:
