@@ -113,10 +113,11 @@ def check_missing_rank() -> None:
         for number, group in enumerate(all_groups)
         if rank in groups[number]
     ]
+    for exchange in exchanges:
+        exchange.reserve_context(36, 8, q.dtype, q.device)
     if rank == missing:
         return
     (operation, _, turn, call), (exchange,) = calls[rank // 2], exchanges
-    exchange.reserve_context(36, 8, q.dtype, q.device)
     exchange._mailbox.state[:-1] = 6
     assert seconds(call, exchange) >= 2.0
     words = (
