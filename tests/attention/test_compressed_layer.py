@@ -199,7 +199,7 @@ def layout(tp: int, dcp: int, interleave: int, **options: Any) -> DCPConfig:
         (layout(2, 2, 1), (MIXED, TOKEN_BY_TOKEN)),
         (layout(3, 3, 1, dcp_comm_backend="a2a", dcp_q_replicate=True), (MIXED,)),
         (layout(4, 2, 2, dcp_comm_backend="a2a", block_size=16), (MIXED,)),
-        (layout(8, 8, 1, index_hadamard=True), (MIXED,)),
+        pytest.param(layout(8, 8, 1, index_hadamard=True), (MIXED,), marks=pytest.mark.thorough),
     ],
     ids=lambda x: f"tp{x.tensor_parallel_size}-dcp{x.decode_context_parallel_size}" if isinstance(x, DCPConfig) else "",
 )

@@ -128,8 +128,8 @@ def check_garbage(device: str, num_candidates: int, topk: int) -> None:
     assert ((slots == -7) | ((slots >= 2 * 8) & (slots < 14 * 8))).all()
 
 
-def check_in_the_interpreter() -> None:
-    """Tiles of few keys: several of them for a row, and candidates that are cut twice; two warps, and several loads of
+def check_in_the_interpreter(numbers: tuple[int, ...]) -> None:
+    """Check scores of `adversarial` by their numbers. Tiles of few keys: several of them for a row, and candidates that are cut twice; two warps, and several loads of
     each.
     """
     import triton.language as tl
@@ -146,8 +146,9 @@ def check_in_the_interpreter() -> None:
     threshold.no_less, compaction.scatter = no_less, scatter  # there is no inline assembler
     kernels.TILE, kernels.WARPS = 512, 2
     layouts = itertools.cycle([(1, 1, 9), (2, 4, 70), (3, 2, 200), (1, 4, 3)])
-    every_other = itertools.islice(adversarial(1, 700, "cpu"), 0, None, 2)  # rounds are slow here; GPUs have them all
-    for scores, (size, interleave, topk) in zip(every_other, layouts, strict=False):
+    hard = list(adversarial(1, 700, "cpu"))
+    for number, (size, interleave, topk) in zip(numbers, layouts, strict=False):
+        scores = hard[number]
         check(scores, torch.tensor([700 * size - topk]), topk, size, interleave)
     few = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
     check(few, torch.tensor([0, 1, 5, 6, 12], dtype=torch.int32), 5, 2, 1)
@@ -155,9 +156,11 @@ def check_in_the_interpreter() -> None:
     check_garbage("cpu", 700, 60)
 
 
-def test_kernels_in_the_interpreter() -> None:
+@pytest.mark.parametrize("numbers", [(2, 6, 10, 12), pytest.param((0, 4, 8), marks=pytest.mark.thorough)])
+def test_kernels_in_the_interpreter(numbers: tuple[int, ...]) -> None:
+    """Rounds are slow here; GPUs have all scores."""
     pytest.importorskip("triton")
-    run_interpreted(1, check_in_the_interpreter)
+    run_interpreted(1, check_in_the_interpreter, numbers)
 
 
 @pytest.mark.gpu

@@ -34,11 +34,14 @@ def check_prefill(
     dtype: torch.dtype,
     device: str,
     draw_mask: Callable[[int, int], Tensor] | None = None,
+    window: int | None = None,
 ) -> None:
     """Compare a backend's (out, lse) with float64, among rows of NaN.
 
     Args:
-        draw_mask: A function of the numbers of tokens and keys that returns a mask; parts of its rows are empty.
+        draw_mask: A function of the numbers of tokens and keys that returns a mask; parts of its rows are empty, but
+            with a window.
+        window: Keys up to each token's that the mask has at most.
     """
     query_lens, key_lens, num_heads, (nope, rope, v_head_dim) = case
     queries, keys = segments(query_lens, device), segments(query_lens if key_lens is None else key_lens, device)
@@ -53,10 +56,10 @@ def check_prefill(
     q, k_nope, k_pe, v = (poisoned(torch.randn(shape, generator=generator), dtype, device) for shape in shapes)
     mask = None if draw_mask is None else draw_mask(num_tokens, max(keys.lens))
     causal, device_mask = key_lens is None, None if mask is None else mask.to(device)
-    out, lse = prefill(PrefillCall(q, k_nope, k_pe, v, *queries, *keys, SCALE, causal, device_mask))
+    out, lse = prefill(PrefillCall(q, k_nope, k_pe, v, *queries, *keys, SCALE, causal, device_mask, window=window))
     wide = (rows.double().cpu() for rows in (q, join_keys(k_nope, k_pe), v))
     expected, expected_lse = reference.mha_prefill(*wide, queries.start, keys.start, SCALE, causal, mask)
-    assert mask is None or 0 < (expected_lse == -torch.inf).sum() < expected_lse.numel()
+    assert mask is None or window or 0 < (expected_lse == -torch.inf).sum() < expected_lse.numel()
     assert (out.dtype, lse.dtype, out.shape, lse.shape) == (dtype, torch.float32, expected.shape, expected_lse.shape)
     assert out.is_contiguous()
     assert lse.is_contiguous()
