@@ -129,8 +129,8 @@ def check_garbage(device: str, num_candidates: int, topk: int) -> None:
 
 
 def check_in_the_interpreter(numbers: tuple[int, ...]) -> None:
-    """Check scores of `adversarial` by their numbers. Tiles of few keys: several of them for a row, and candidates that are cut twice; two warps, and several loads of
-    each.
+    """Check scores of `adversarial` by their numbers. Tiles have few keys: several of them for a row, and candidates
+    that are cut twice; two warps, and several loads of each.
     """
     import triton.language as tl
 
