@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 
 from dcpmla.comm import direct_reduce  # noqa: E402
 from dcpmla.comm.direct_reduce import DirectReduce  # noqa: E402
-from tests.support.direct_checks import assert_same_bits, seconds_on_gpu  # noqa: E402
+from tests.support.direct_checks import assert_same_bits, check_replays, seconds_on_gpu  # noqa: E402
 from tests.support.reduce_checks import EPS, assert_normed, check_memory, check_quantized, check_sums, draw  # noqa: E402
 
 
@@ -101,21 +101,8 @@ def check_graphs() -> None:
         drawn = [draw(num_tokens, 7168, torch.bfloat16, seed, here()) for num_tokens in (1, 40, 256)]
         return [(partials[rank], residual, weight) for partials, residual, weight in drawn]
 
-    held = draw_own(0)
-    run(held)  # compiles before the capture
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        outcomes = run(held)
-    for seed in range(1, 4):
-        given = draw_own(seed)
-        wanted = run(given)
-        for inputs, new in zip(held, given, strict=True):
-            for tensor, value in zip(inputs, new, strict=True):
-                tensor.copy_(value)
-        graph.replay()
-        reduce.all_reduce(held[seed % 2][0])
-        assert_same_bits(tuple(outcomes), tuple(wanted))
+    rows = [partial for partial, *_ in draw_own(0)]
+    check_replays(run, draw_own, lambda seed: reduce.all_reduce(rows[seed % 2]))
     check_memory(reduce)
 
 

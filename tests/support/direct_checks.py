@@ -52,6 +52,29 @@ def seconds_on_gpu(call: Callable[[], object]) -> float:
     return time.monotonic() - start
 
 
+def check_replays(
+    run: Callable[[list[tuple[Tensor, ...]]], list[Tensor]],
+    draw_inputs: Callable[[int], list[tuple[Tensor, ...]]],
+    between: Callable[[int], object],
+) -> None:
+    """Check replays of a graph, mixed with eager calls before each and one after it (`between`)."""
+    held = draw_inputs(0)
+    run(held)  # compiles before the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        outcomes = run(held)
+    for seed in range(1, 4):
+        given = draw_inputs(seed)
+        wanted = run(given)
+        for inputs, new in zip(held, given, strict=True):
+            for tensor, value in zip(inputs, new, strict=True):
+                tensor.copy_(value)
+        graph.replay()
+        between(seed)
+        assert_same_bits(tuple(outcomes), tuple(wanted))
+
+
 def draw(exchange: DirectExchange, shape: Shape, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Draw all ranks' queries [T, W h, D], partial rows [W, T, W h, D] and LSEs [W, T, W h].
 
