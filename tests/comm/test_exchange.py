@@ -101,7 +101,7 @@ def check_skew() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     for step, exchange in enumerate(exchanges() * 2):
         if rank == step % size:
-            time.sleep(0.2)
+            time.sleep(0.05)
         out = torch.full((1, size, D), float(rank + step))
         merged, _ = exchange.combine(out, torch.zeros(1, size))
         torch.testing.assert_close(merged, torch.full((1, 1, D), step + (size - 1) / 2))
@@ -119,10 +119,10 @@ def check_skew_of_gathers() -> None:
         started = [exchange.start_context(rows[0, rank], order, tokens)]
         for step, everybody in enumerate(rows):
             if rank == step % size:
-                time.sleep(0.1)
+                time.sleep(0.05)
             gathered = started.pop()()
             if rank == (step + 1) % size:
-                time.sleep(0.1)
+                time.sleep(0.05)
             started += [exchange.start_context(mine, order, tokens) for mine in rows[step + 1 : step + 2, rank]]
             assert torch.equal(gathered, everybody.flatten(0, 1).flip(0))
 
