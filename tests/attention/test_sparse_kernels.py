@@ -4,6 +4,7 @@ They run on a GPU, in Triton's interpreter without one, and are compiled for Hop
 """
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -162,8 +163,9 @@ def assert_near(got: Tensor, wanted: Tensor) -> None:
 
 
 @on_both
-def test_kernels(device: str) -> None:
-    run_kernels(device, check_projections, check_scores)
+@pytest.mark.parametrize("check", [check_projections, check_scores])
+def test_kernels(check: Callable[[str], None], device: str) -> None:
+    run_kernels(device, check)
 
 
 @pytest.mark.gpu
