@@ -5,11 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from dcpmla.attention.backends.calls import DecodeCall
-from dcpmla.attention.mla.decode import dcp_mla_decode
 from dcpmla.cache.shared_format import rows_shape
 from dcpmla.cache.shared_rows import read_rows
-from dcpmla.comm.exchange import LocalExchange
 from tests.attention.test_reference import attend
 from tests.support.backends import decode
 from tests.support.decode_cases import SHARED_FORMATS, SharedCase, ones
@@ -33,25 +30,6 @@ def test_the_reference(format: str, dtype: torch.dtype) -> None:
             tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
             torch.testing.assert_close(out[token, head].double(), wanted, atol=tolerance, rtol=tolerance)
             assert float(lse[token, head]) == pytest.approx(wanted_lse, abs=1e-5)
-
-
-@pytest.mark.parametrize("format", SHARED_FORMATS)
-def test_attention_in_parts(format: str) -> None:
-    """`dcp_mla_decode` takes the cache as it is, and merged parts of the rows are the whole."""
-    from dcpmla import merge_partials
-
-    inputs = SharedCase(ones(50, 20, 3), num_heads=2, format=format, **WIDTHS).inputs("cpu")
-    q, cache, table, lens = (inputs[name] for name in ("q", "kv_cache", "block_table", "seq_lens"))
-    whole = decode(**inputs)
-    parts = []
-    for first, part in ((0, lens // 3), (lens // 3, lens - lens // 3)):
-        index = torch.arange(table.shape[1]) + (first if isinstance(first, int) else first[:, None])
-        mine = table.gather(1, index.expand(len(q), -1).clamp(max=table.shape[1] - 1))
-        call = DecodeCall(q, None, cache, mine, part.to(torch.int32), inputs["softmax_scale"], 128)
-        parts.append(dcp_mla_decode(call, LocalExchange()))
-    out, lse = zip(*parts, strict=True)
-    for got, wanted in zip(merge_partials(torch.stack(out), torch.stack(lse)), whole, strict=True):
-        torch.testing.assert_close(got, wanted)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def check_exchanges(num_steps: int) -> None:
         check_memory(exchange)
 
 
-@pytest.mark.parametrize(("num_ranks", "num_steps"), [(2, 9), (3, 6), (8, 4)])
+@pytest.mark.parametrize(("num_ranks", "num_steps"), [pytest.param(2, 9, marks=pytest.mark.thorough), (3, 6), (8, 4)])
 def test_exchanges(num_ranks: int, num_steps: int) -> None:
     run_interpreted(num_ranks, check_exchanges, num_steps)
 

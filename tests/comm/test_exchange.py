@@ -132,7 +132,7 @@ def check_all(*checks: Callable[[], None]) -> None:
         check()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 5, 8])
+@pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(5, marks=pytest.mark.thorough), 8])
 def test_ranks(num_ranks: int) -> None:
     run_ranks(num_ranks, check_all, check_combine, check_gathers)
 
