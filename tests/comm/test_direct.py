@@ -82,15 +82,15 @@ def test_exchanges(num_ranks: int, num_steps: int) -> None:
 
 
 def check_missing_rank() -> None:
-    """Leave the last of eleven ranks out of five groups of three, each with an operation of its own.
+    """Leave the first of eleven ranks out of five groups of three, each with an operation of its own.
 
     The others wait for it once, in whatever number of turns, then no more; among themselves exchanges work.
     """
-    rank, own, missing = dist.get_rank(), random.Random(dist.get_rank()), 10
+    rank, own, missing = dist.get_rank(), random.Random(dist.get_rank()), 0
     delay_kernels(own)
-    groups = [[2 * number, 2 * number + 1, missing] for number in range(5)]
+    groups = [[missing, 2 * number + 1, 2 * number + 2] for number in range(5)]
     all_groups = [dist.new_group(ranks) for ranks in groups]
-    rest = dist.new_group([0, 1])
+    rest = dist.new_group([1, 2])
     q, lse, order = torch.zeros(12, 1, 8), torch.zeros(12, 3), torch.arange(36)
     calls: list[tuple[str, int, int, Callable[[direct.DirectExchange], Any]]] = [
         ("gather_heads", 2048, 1, lambda exchange: exchange.gather_heads(q)),  # through the window
@@ -101,7 +101,7 @@ def check_missing_rank() -> None:
             "gather_context",
             384,
             1,
-            lambda exchange: exchange.start_context(q[:, 0], order, tokens_of_rows(order, 12, rank % 2))(),
+            lambda exchange: exchange.start_context(q[:, 0], order, tokens_of_rows(order, 12, 2 - rank % 2))(),
         ),
     ]
     for number, group in enumerate(all_groups):
@@ -117,19 +117,18 @@ def check_missing_rank() -> None:
         exchange.reserve_context(36, 8, q.dtype, q.device)
     if rank == missing:
         return
-    (operation, _, turn, call), (exchange,) = calls[rank // 2], exchanges
+    (operation, _, turn, call), (exchange,) = calls[(rank - 1) // 2], exchanges
     exchange._mailbox.state[:-1] = 6
     assert seconds(call, exchange) >= 2.0
-    words = (
-        f"{operation} failed on rank {rank} of the group {groups[rank // 2]}: nothing came from rank {missing} for 2 s"
-    )
+    here = f"rank {rank} of the group {groups[(rank - 1) // 2]}"
+    words = f"{operation} failed on {here}: nothing came from rank {missing} for 2 s"
     for again in (exchange.check, lambda: call(exchange)):
         with pytest.raises(PeerFault, match=f"{re.escape(f'{words}, in exchange {turn}')}$"):
             again()
     exchange.fault.zero_()  # so that kernels run as they do in graphs
     exchange._mailbox = exchange._mailbox._replace(timeout=3600.0)
     call(exchange)  # a call that waited for the missing rank would outlast the test
-    if rank < 2:
+    if rank < 3:
         check_two_of_three(rest, q, own)
 
 
@@ -139,9 +138,9 @@ def check_two_of_three(rest: dist.ProcessGroup, q: Tensor, own: random.Random) -
     for step in range(3):
         exchange_once(exchange, (2, 1, 8), torch.float32, step, own)
     exchange._mailbox = exchange._mailbox._replace(timeout=1.0)
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 1:
         exchange.gather_heads(q)
-        words = r"on rank 0 of the group \[0, 1\]: nothing came from rank 1 for 1 s, in exchange 7"
+        words = r"on rank 1 of the group \[1, 2\]: nothing came from rank 2 for 1 s, in exchange 7"
         with pytest.raises(PeerFault, match=words):
             exchange.check()
 

@@ -151,11 +151,11 @@ def test_direct(num_ranks: int) -> None:
 
 
 def check_missing_rank() -> None:
-    """Leave the last of seven ranks out of three groups: the others of each wait for it once, and report it."""
-    rank, missing = dist.get_rank(), 6
+    """Leave the first of seven ranks out of three groups: the others of each wait for it once, and report it."""
+    rank, missing = dist.get_rank(), 0
     delay_kernels(random.Random(rank))
     shrink(2)
-    groups = [[2 * number, 2 * number + 1, missing] for number in range(3)]
+    groups = [[missing, 2 * number + 1, 2 * number + 2] for number in range(3)]
     reduces = []
     for group in map(dist.new_group, groups):
         if dist.get_rank(group) >= 0:
@@ -164,13 +164,13 @@ def check_missing_rank() -> None:
     if rank == missing:
         return
     (reduce,), rows, weight = reduces, torch.zeros(4, 8), torch.ones(8)
-    direct_reduce._ONE_SHOT_BYTES = (1 << 20, 1 << 20, 0)[rank // 2]
-    operation = ("all_reduce", "add_norm", "add_norm")[rank // 2]
+    direct_reduce._ONE_SHOT_BYTES = (1 << 20, 1 << 20, 0)[(rank - 1) // 2]
+    operation = ("all_reduce", "add_norm", "add_norm")[(rank - 1) // 2]
     for most_seconds in (6.0, 2.0):
         start = time.monotonic()
         _ = reduce.all_reduce(rows) if operation == "all_reduce" else reduce.add_norm(rows, rows, weight, 1e-6)
         assert time.monotonic() - start < most_seconds
-        here = f"rank {rank} of the group {groups[rank // 2]}"
+        here = f"rank {rank} of the group {groups[(rank - 1) // 2]}"
         words = f"{operation} failed on {here}: nothing came from rank {missing} for 2 s"
         if most_seconds > 2:
             for again in (reduce.check, lambda: reduce.all_reduce(rows)):
