@@ -9,6 +9,7 @@ from torch import Tensor
 from dcpmla.attention.select.blocks import Candidates
 from dcpmla.attention.select.topk import local_candidates
 from dcpmla.ownership import Owner
+from tests.support.kernels import on_both
 
 NUM_TOKENS, SIZE, NUM_BLOCKS = 12, 4, 3
 LENS = torch.tensor([0, 1, 4, 12, 13, 16, 31, 32, 33, 50, 63, 64], dtype=torch.int32)
@@ -31,7 +32,7 @@ def choose(scores: Tensor) -> Tensor:
     return torch.zeros(NUM_TOKENS, 17, dtype=torch.bool).scatter_(1, order, True)[:, :16]
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@on_both
 @pytest.mark.parametrize(("num_ranks", "interleave"), [(1, 4), (2, 4), (4, 4), (2, 8), (3, 8)])
 def test_ranks_choose_as_one(num_ranks: int, interleave: int, device: str) -> None:
     """Tokens with fewer blocks than candidates have -1 after the last, and padding nothing else."""

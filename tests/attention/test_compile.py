@@ -4,11 +4,12 @@ exchanges.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch._dynamo
+import torch.distributed as dist
 from torch import Tensor
 
 from dcpmla import MLAAttention, MLAConfig, Placement, init_mesh
@@ -109,15 +110,25 @@ def run_layer(
     return out[: step.num_tokens], latents
 
 
+class Compilation(NamedTuple):
+    """A compiler with what it compiles, and the tolerance of its numbers."""
+
+    dtype: torch.dtype
+    device: str
+    compiler: str
+    tolerance: float
+
+
+ON_CPU = Compilation(torch.float32, "cpu", "aot_eager", 0.0)
+ON_GPU = Compilation(torch.bfloat16, "cuda", "inductor", 3e-2)
+
+
 def check_compiled(
     config: MLAConfig,
     size: int,
     backend: str,
     batches: Sequence[Batch],
-    dtype: torch.dtype,
-    device: str,
-    compiler: str,
-    tolerance: float,
+    way: Compilation,
     max_decode_query_len: int = 1,
     formats: dict[str, str] | None = None,
     rank: int | None = None,
@@ -125,89 +136,77 @@ def check_compiled(
     """Compare each batch on one rank, or on all; return the number of graphs that were compiled."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    layer = make_layer(config, size, backend, dtype, device, **(formats or {}))
+    layer = make_layer(config, size, backend, way.dtype, way.device, **(formats or {}))
     is_compiled = rank in (None, layer.mesh.dcp_rank)
-    compiled = torch.compile(layer, fullgraph=True, backend=compiler) if is_compiled else layer
+    compiled = torch.compile(layer, fullgraph=True, backend=way.compiler) if is_compiled else layer
     for batch in batches:
         pair = (run_layer(layer, batch, forward, max_decode_query_len) for forward in (compiled, layer))
         for got, wanted in zip(*pair, strict=True):
-            torch.testing.assert_close(got.double(), wanted.double(), atol=tolerance, rtol=tolerance)
+            torch.testing.assert_close(got.double(), wanted.double(), atol=way.tolerance, rtol=way.tolerance)
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "q_lora"])  # "llama_4" has q_lora, too
-def test_decodes_of_all_sizes_share_two_graphs(variant: str) -> None:
-    """The first batch's sizes are taken for constants, from the second on they are not."""
-    (graphs,) = run_ranks(
-        1, check_compiled, VARIANTS[variant], 1, "auto", DECODES, torch.float32, "cpu", "aot_eager", 0.0
-    )
-    assert graphs == 2
+class Case(NamedTuple):
+    """A layer that is compiled for batches.
+
+    Attributes:
+        num_graphs: The number of graphs that are compiled: the first batch's sizes are taken for constants, from the
+            second on they are not.
+        rank: The rank that compiles alone, whose exchanges then meet the others'; None for all.
+    """
+
+    config: MLAConfig
+    batches: Sequence[Batch]
+    num_graphs: int
+    backend: str = "auto"
+    max_decode_query_len: int = 1
+    formats: dict[str, str] | None = None
+    rank: int | None = None
 
 
-@pytest.mark.parametrize(("backend", "variant", "rank"), [("a2a", "q_lora", 0), ("ag_rs", "sparse", 1)])
-def test_exchange(backend: str, variant: str, rank: int) -> None:
-    """Compile on one rank alone, whose exchanges then meet the other rank's."""
-    arguments = 2, backend, (*DECODES, MIXED), torch.float32, "cpu", "aot_eager", 0.0, 1, None, rank
-    graphs = run_ranks(2, check_compiled, VARIANTS[variant], *arguments)
-    assert graphs == [3 * (rank == 0), 3 * (rank == 1)]
+WIDE = dataclasses.replace(SMALL, kv_lora_rank=128)  # a tile of fp8_ds_mla
+ALONE = {
+    "no_q_lora_neox": Case(VARIANTS["no_q_lora_neox"], DECODES, 2),
+    "llama_4": Case(VARIANTS["llama_4"], DECODES, 2),  # with q_lora, too
+    "fp8": Case(WIDE, (DECODES[0], MIXED), 2, formats={"kv_cache_dtype": "fp8", "decode_query_dtype": "fp8"}),
+    "fp8_ds_mla": Case(WIDE, (DECODES[0], MIXED), 2, formats={"kv_cache_dtype": "fp8_ds_mla"}),
+    "prefill": Case(SMALL, (PREFILL,), 1),
+}
+# As many query tokens in each request, then different numbers, then with a prefill.
+OVER_RANKS = {
+    "a2a": Case(SMALL, (*DECODES, MIXED), 3, "a2a", rank=0),
+    "ag_rs, sparse": Case(VARIANTS["sparse"], (*DECODES, MIXED), 3, "ag_rs", rank=1),
+    "several query tokens": Case(SMALL, SPECULATED, 3, "ag_rs", 3, rank=1),
+}
+MORE = {
+    "sparse": Case(VARIANTS["sparse"], DECODES, 2),
+    "several query tokens": Case(SMALL, SPECULATED, 3, max_decode_query_len=3),
+}
+
+
+def check_cases(cases: dict[str, Case]) -> None:
+    for name, case in cases.items():
+        lens = case.max_decode_query_len, case.formats, case.rank
+        found = check_compiled(case.config, dist.get_world_size(), case.backend, case.batches, ON_CPU, *lens)
+        assert found == (case.num_graphs if case.rank in (None, dist.get_rank()) else 0), name
 
 
 @pytest.mark.parametrize(
-    "formats",
-    [{"kv_cache_dtype": "fp8", "decode_query_dtype": "fp8"}, {"kv_cache_dtype": "fp8_ds_mla"}],
-    ids=lambda formats: formats["kv_cache_dtype"],
+    ("size", "cases"),
+    [(1, ALONE), (2, OVER_RANKS), pytest.param(1, MORE, marks=pytest.mark.thorough)],
+    ids=["alone", "over ranks", "more alone"],
 )
-def test_caches_of_8_bits(formats: dict[str, str]) -> None:
-    wide = dataclasses.replace(SMALL, kv_lora_rank=128)  # a tile of fp8_ds_mla
-    arguments = 1, "auto", (DECODES[0], MIXED), torch.float32, "cpu", "aot_eager", 0.0
-    assert run_ranks(1, check_compiled, wide, *arguments, 1, formats) == [2]
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_several_query_tokens(size: int) -> None:
-    """Compile on the last rank for as many in each request, then for different numbers, then with a prefill."""
-    arguments = size, "ag_rs", SPECULATED, torch.float32, "cpu", "aot_eager", 0.0
-    run_ranks(size, check_compiled, SMALL, *arguments, 3, None, size - 1)
-
-
-def test_prefill() -> None:
-    run_ranks(1, check_compiled, SMALL, 1, "auto", (PREFILL,), torch.float32, "cpu", "aot_eager", 0.0)
+def test_compiled_layers(size: int, cases: dict[str, Case]) -> None:
+    run_ranks(size, check_cases, cases, timeout=500)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batches", [DECODES, (PREFILL,), (MIXED,)], ids=["decode", "prefill", "mixed"])
 def test_on_a_gpu(batches: Sequence[Batch]) -> None:
-    run_ranks(
-        1,
-        check_compiled,
-        DEEPSEEK,
-        1,
-        "auto",
-        batches,
-        torch.bfloat16,
-        "cuda",
-        "inductor",
-        3e-2,
-        device="cuda",
-        timeout=300,
-    )
+    run_ranks(1, check_compiled, DEEPSEEK, 1, "auto", batches, ON_GPU, device="cuda", timeout=300)
 
 
 @pytest.mark.gpu_2
 @pytest.mark.parametrize("backend", ["ag_rs", "a2a", "direct"])
 def test_exchange_between_gpus(backend: str) -> None:
-    batches = *DECODES, MIXED
-    run_ranks(
-        2,
-        check_compiled,
-        DEEPSEEK,
-        2,
-        backend,
-        batches,
-        torch.bfloat16,
-        "cuda",
-        "inductor",
-        3e-2,
-        device="cuda",
-        timeout=300,
-    )
+    run_ranks(2, check_compiled, DEEPSEEK, 2, backend, (*DECODES, MIXED), ON_GPU, device="cuda", timeout=300)

@@ -5,7 +5,6 @@ They run on a GPU, in Triton's interpreter without one, and are compiled for Hop
 
 import itertools
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,14 +12,13 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.layers.compressed import projections
-from dcpmla.attention.layers.compressed.calls import ChunkEntries, VisibleTokens, WindowWrite
-from dcpmla.attention.layers.compressed.visible import append_entries, visible_rows
+from dcpmla.attention.layers.compressed.calls import WindowWrite
 from dcpmla.cache.shared_format import ROPE_DIM, rows_shape
 from dcpmla.cache.shared_rows import read_rows, write_rows
-from dcpmla.ownership import Owner
 from dcpmla.parallel.quantized import quantize_groups
-from tests.attention.test_small_kernels import compile_for_hopper, cut, on, randn, with_dtypes
-from tests.support.shared_memory import run_interpreted
+from tests.attention.test_small_kernels import with_dtypes
+from tests.support.hopper import ptx_for_hopper
+from tests.support.kernels import bytes_of, cut, on, on_both, randn, run_kernels
 
 POISON, RING = 0xA5, 7
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,10 +28,6 @@ V4, ODD = (1536, 512, 64), (24, 40, 6)  # Lq, D, R: DeepSeek-V4's, nothing a pow
 GROUPS = (384, 40, 6)  # Lq of whole groups of 128
 _CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 FP8_SIZES = (24, 128, 64), (24, 192, 64), (24, 512, 64)
-
-
-def bytes_of(x: Tensor) -> Tensor:
-    return x.cpu().contiguous().view(torch.uint8)
 
 
 def assert_near(got: Tensor, wanted: Tensor) -> None:
@@ -60,10 +54,11 @@ def rows_case(sizes: tuple[int, int, int], dtype: torch.dtype, storage: torch.dt
     return [down, cache, *weights, 1e-3, randn(len(positions), rope, seed=4), positions, request, *per_request, RING]
 
 
-def check_finish_rows(device: str, *sizes: tuple[int, int, int]) -> None:
+def check_finish_rows(device: str) -> None:
     """Check that rows are as the torch code's, and a cache, byte by byte, as it makes them of the kernel's rows."""
     from dcpmla.attention.layers.compressed.kernels import projections as kernels
 
+    sizes = (V4, ODD, *FP8_SIZES) if device == "cuda" else (ODD, *FP8_SIZES[:2])
     for size, dtype in with_dtypes(device, sizes):
         arguments = rows_case(size, dtype, dtype)
         moved = on(device, arguments)
@@ -85,11 +80,11 @@ def check_finish_rows(device: str, *sizes: tuple[int, int, int]) -> None:
             assert torch.equal(rounded[:-1], read_rows(page, everywhere, size[1], dtype)[:-1])  # the last is NaN
 
 
-def check_quantized(device: str, *sizes: tuple[int, int, int]) -> None:
+def check_quantized(device: str) -> None:
     """Check that query latents are what they are alone, and codes and scales what `quantize_groups` makes of them."""
     from dcpmla.attention.layers.compressed.kernels import projections as kernels
 
-    for size, dtype in itertools.product(sizes, DTYPES):
+    for size, dtype in itertools.product((V4, GROUPS) if device == "cuda" else (GROUPS,), DTYPES):
         arguments = rows_case(size, dtype, dtype)
         arguments[0] = arguments[0].nan_to_num(0.0)
         alone, _, *nothing = kernels.norm_rope_window(WindowWrite(*on(device, arguments)))
@@ -122,9 +117,12 @@ def heads_case(num_tokens: int, num_heads: int, width: int, rope: int, dtype: to
     return [out, lse, sinks, randn(num_tokens, rope, seed=4)]
 
 
-def check_heads(device: str, *shapes: tuple[int, int, int, int]) -> None:
+def check_heads(device: str) -> None:
     from dcpmla.attention.layers.compressed.kernels import projections as kernels
 
+    shapes = [(3, 5, 40, 6), (2, 3, 256, 64), (0, 3, 128, 64)]
+    if device == "cuda":
+        shapes += [(1, 64, 512, 64), (70, 128, 512, 64), (5, 1, 128, 64)]
     for shape, dtype in itertools.product(shapes, DTYPES):
         arguments = heads_case(*shape, dtype)
         moved = on(device, arguments)
@@ -162,86 +160,9 @@ def check_reading(device: str) -> None:
         assert torch.equal(got.cpu(), plain[slots, 0])
 
 
-def visible_cases() -> Iterator[list[Any]]:
-    """Arguments of `visible_rows`: decodes in windows and far past them, padding, ranks without rows."""
-    positions = torch.tensor([0, 5, 7, 8, 63, 64, 1500, 40])
-    request = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7], dtype=torch.int32)
-    states = torch.tensor([3, 1, 0, 4, 2, 6, 5, -1], dtype=torch.int32)
-    table = torch.randperm(8 * 50).view(8, 50).to(torch.int32)
-    for ratio, owner in itertools.product((0, 4, 16), (Owner(), Owner(2, 3, 1), Owner(1, 2, 4))):
-        yield [positions, request, states, table, ratio, 8 if ratio == 4 else 4, 12, 16, owner]
-
-
-def check_visible(device: str) -> None:
-    from dcpmla.attention.layers.compressed.kernels.visible import visible_rows as kernel
-
-    for arguments in visible_cases():
-        wanted, num = visible_rows(VisibleTokens(*arguments))
-        got, got_num = kernel(VisibleTokens(*on(device, arguments)))
-        assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
-        assert torch.equal(got_num.cpu(), num)
-        is_listed = torch.arange(wanted.shape[1]) < num[:, None]
-        assert num.max() <= wanted.shape[1]
-        assert torch.equal(got.cpu()[is_listed], wanted[is_listed])
-
-
-def append_cases() -> Iterator[list[Any]]:
-    """Arguments of `append_entries`: lists of several tiles, empty ones, tokens without an entry in the chunk."""
-    num = torch.tensor([0, 3, 1200, 0, 7], dtype=torch.int32)
-    first = torch.tensor([0, 40, 100, 0, 1000], dtype=torch.int32)
-    end = torch.tensor([50, 40, 1900, 1, 1001], dtype=torch.int32)
-    base = torch.tensor([1300, 9, 0, 5, 1 << 30], dtype=torch.int32)
-    for width, topk in ((1200, 2000), (1200, 6), (0, 600), (0, 0)):
-        rows = torch.arange(5 * width, dtype=torch.int32).view(5, width)
-        entries = torch.stack([torch.randperm(2000)[:topk] for _ in range(5)]).to(torch.int32)
-        entries[0, topk // 2 :] = -1
-        yield [rows, num.clamp(max=width), entries, first, end, base]
-
-
-def check_append(device: str) -> None:
-    from dcpmla.attention.layers.compressed.kernels.visible import append_entries as kernel
-
-    for arguments in append_cases():
-        rows, num, entries, first, end, base = arguments
-        there = on(device, arguments)
-        results = (
-            append_entries(rows, num, entries, ChunkEntries(first, end, base)),
-            kernel(*there[:3], ChunkEntries(*there[3:])),
-        )
-        for token in range(len(rows)):
-            here = [entry for entry in entries[token].tolist() if first[token] <= entry < end[token]]
-            listed = rows[token, : num[token]].tolist() + [entry + int(base[token] - first[token]) for entry in here]
-            for listed_rows, num_listed in results:
-                assert (listed_rows.dtype, num_listed.dtype) == (torch.int32, torch.int32)
-                assert listed_rows.shape == (len(rows), rows.shape[1] + entries.shape[1])
-                assert listed_rows[token, : num_listed[token]].tolist() == listed
-
-
-def check_in_the_interpreter() -> None:
-    from tests.support.interpreter import convert_as_torch
-
-    convert_as_torch()
-    check_finish_rows("cpu", ODD, *FP8_SIZES[:2])
-    check_quantized("cpu", GROUPS)
-    check_heads("cpu", (3, 5, 40, 6), (2, 3, 256, 64), (0, 3, 128, 64))
-    check_reading("cpu")
-    check_visible("cpu")
-    check_append("cpu")
-
-
-def test_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_interpreted(1, check_in_the_interpreter)
-
-
-@pytest.mark.gpu
-def test_kernels() -> None:
-    check_finish_rows("cuda", V4, ODD, *FP8_SIZES)
-    check_quantized("cuda", V4, GROUPS)
-    check_heads("cuda", (3, 5, 40, 6), (0, 3, 128, 64), (1, 64, 512, 64), (70, 128, 512, 64), (5, 1, 128, 64))
-    check_reading("cuda")
-    check_visible("cuda")
-    check_append("cuda")
+@on_both
+def test_kernels(device: str) -> None:
+    run_kernels(device, check_finish_rows, check_quantized, check_heads, check_reading)
 
 
 @pytest.mark.gpu
@@ -265,7 +186,8 @@ def test_operators_run_the_kernels() -> None:
             torch.testing.assert_close(mine.cpu(), theirs, atol=tolerance, rtol=tolerance, equal_nan=True)
 
 
-def check_operators(device: str) -> None:
+@on_both
+def test_operators(device: str) -> None:
     """Check schema, shapes and strides that tracing is told, what is written: `torch.library.opcheck`."""
     for dtype in (torch.float32, torch.bfloat16):
         rows, heads = rows_case(FP8_SIZES[0], dtype, torch.uint8), on(device, heads_case(3, 2, 128, 64, dtype))
@@ -278,19 +200,6 @@ def check_operators(device: str) -> None:
         torch.library.opcheck(projections.unrope_heads.op, [*heads, False])
         torch.library.opcheck(projections.unrope_heads.op, [*heads, True])
         torch.library.opcheck(read_rows.op, on(device, [rows[1].zero_(), torch.tensor([[1, 2]]), 128, dtype]))
-
-
-def test_operators() -> None:
-    check_operators("cpu")
-    for arguments in visible_cases():
-        torch.library.opcheck(visible_rows.op, visible_rows.flatten(VisibleTokens(*arguments)))
-    for arguments in append_cases():
-        torch.library.opcheck(append_entries.op, arguments, test_utils=_CHECKS)  # rows after the last may be anything
-
-
-@pytest.mark.gpu
-def test_operators_on_a_gpu() -> None:
-    check_operators("cuda")
 
 
 def test_groups_of_a_quantized_output() -> None:
@@ -313,23 +222,19 @@ def test_kernels_compile_for_hopper(dtype: str, cache: str) -> None:
     """Rows move in wide loads and stores, but those of e4m3."""
     pytest.importorskip("triton")
     from dcpmla.attention.layers.compressed.kernels.projections import heads_kernel, query_kernel, rows_kernel
-    from dcpmla.attention.layers.compressed.kernels.visible import append_kernel, visible_kernel
     from dcpmla.cache.shared_kernels import read_pages_kernel
 
     types = {**TYPES, "cache_ptr": "*u8" if cache == "u8" else f"*{dtype}", "codes_ptr": "*fp8e4nv"}
     codes = {} if cache == "u8" else {"codes_ptr": None, "scales_ptr": None}
-    compile_for_hopper(rows_kernel, dtype, {**ROW, "Q_RANK": 1536, "Q_RANK_P": 2048, **codes}, **types)
-    rows = {"HAS_ENTRIES": cache == "u8"}
-    compile_for_hopper(visible_kernel, "i32", rows, positions_ptr="*i64")
-    compile_for_hopper(append_kernel, "i32", {})
+    ptx_for_hopper(rows_kernel, dtype, {**ROW, "Q_RANK": 1536, "Q_RANK_P": 2048, **codes}, **types)
     if cache == "u8":
-        compile_for_hopper(
+        ptx_for_hopper(
             read_pages_kernel, dtype, {"WIDTH": 512, "ROWS": 8, "COLUMNS": 512}, **types, out_ptr=f"*{dtype}"
         )
-        compile_for_hopper(heads_kernel, dtype, {**ROW, "NUM_HEADS": 64, "ROWS": 1}, **types, out_ptr="*fp8e4nv")
+        ptx_for_hopper(heads_kernel, dtype, {**ROW, "NUM_HEADS": 64, "ROWS": 1}, **types, out_ptr="*fp8e4nv")
         return
     for kernel, constants in ((query_kernel, {}), (query_kernel, {"eps": None}), (heads_kernel, {"scales_ptr": None})):
         for rows in (1, 4):
-            ptx = compile_for_hopper(kernel, dtype, {**ROW, "NUM_HEADS": 64, "ROWS": rows, **constants}, **types)
+            ptx = ptx_for_hopper(kernel, dtype, {**ROW, "NUM_HEADS": 64, "ROWS": rows, **constants}, **types)
             assert re.search(r"ld\.global\.v[24]\.b32", ptx)
             assert not re.search(r"st\.global\.b(8|16)\b", ptx)

@@ -10,8 +10,8 @@ from dcpmla.attention.layers.compressed.cache import plan_compressed
 from dcpmla.attention.layers.compressed.config import LayerKind
 from dcpmla.attention.select import compressor
 from dcpmla.attention.select.entries import EntryLayout, Pooling
-from tests.attention.test_small_kernels import cut, randn
 from tests.support.compressor_steps import build, config_of, decodes_first, tables_of
+from tests.support.kernels import cut, randn
 
 EPS = 1e-3
 

@@ -18,9 +18,9 @@ from dcpmla.attention.select import compressor
 from dcpmla.attention.select.entries import EntryLayout, Pooling, PoolUpdate
 from dcpmla.cache.shared_format import ROPE_DIM
 from tests.attention.test_compressed_kernels import DTYPES, POISON, TYPES, assert_near
-from tests.attention.test_small_kernels import compile_for_hopper, cut, on, randn
 from tests.support.compressor_steps import build, config_of, tables_of
-from tests.support.shared_memory import run_interpreted
+from tests.support.hopper import ptx_for_hopper
+from tests.support.kernels import cut, on, on_both, randn, run_kernels
 
 # New tokens of each request, step by step: prefills of one span and of many, in the middle of spans and at their ends,
 # decodes. No request has the last state.
@@ -50,7 +50,7 @@ KINDS = (  # A kind of layer, whether it has index keys, and whether its cache i
 Case = tuple[tuple[LayerKind, bool, bool], torch.dtype]
 
 
-def check_compressor(device: str, width: int, rope: int, cases: Iterable[Case], steps: Steps = STEPS) -> None:
+def compare_kinds(device: str, width: int, rope: int, cases: Iterable[Case], steps: Steps = STEPS) -> None:
     """Check entries and sums after every step, of rows and of index keys, in every format; poison stays elsewhere."""
     layouts = ((1, 0, 1), (3, 1, 1), (2, 0, 2))
     for number, ((kind, is_index, can_be_quantized), dtype) in enumerate(cases, start=width // 8):
@@ -169,48 +169,36 @@ def check_wide_pairs(device: str) -> None:
             check_steps(device, config, dcp, 0, is_index, torch.bfloat16, STEPS[:2], torch.float32)
 
 
-def check_compressor_in_the_interpreter() -> None:
-    from tests.support.interpreter import convert_as_torch
+def check_compressor(device: str) -> None:
+    """Compare with narrow rows, in every format of a cache."""
+    if device == "cuda":
+        for width, rope in ((16, 8), (24, 6)):
+            compare_kinds(device, width, rope, zip(KINDS, itertools.cycle(DTYPES), strict=False))
+    else:
+        cases = [*zip(KINDS, itertools.cycle((torch.float32, torch.bfloat16)), strict=False)]
+        compare_kinds(device, 16, 8, cases[:1])
+        compare_kinds(device, 16, 8, cases[1:], STEPS[:6])
+        compare_kinds(device, 24, 6, itertools.product(KINDS, (torch.float32,)), STEPS[2:4])
+        quantized = [kind for kind in KINDS if kind[-1]]  # The other formats do not depend on the width of RoPE.
+        compare_kinds(device, 128, 64, itertools.product(quantized, (torch.bfloat16,)), STEPS[2:4])
 
-    convert_as_torch()
-    check_compressor("cpu", 16, 8, zip(KINDS, itertools.cycle((torch.float32, torch.bfloat16)), strict=False))
-    check_compressor("cpu", 24, 6, itertools.product(KINDS, (torch.float32,)), STEPS[2:4])
-    quantized = [kind for kind in KINDS if kind[-1]]  # The other formats do not depend on the width of RoPE.
-    check_compressor("cpu", 128, 64, itertools.product(quantized, (torch.bfloat16,)), STEPS[2:4])
-    check_wide_pairs("cpu")
 
-
-def test_the_kernel_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_interpreted(1, check_compressor_in_the_interpreter)
+@on_both
+def test_the_kernel(device: str) -> None:
+    run_kernels(device, check_compressor, check_wide_pairs)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("width", "rope"), [(128, 64), (512, 64)])
-def test_the_kernel(width: int, rope: int, dtype: torch.dtype) -> None:
-    check_compressor("cuda", width, rope, itertools.product(KINDS, (dtype,)))
+def test_the_kernel_at_widths_of_models(width: int, rope: int, dtype: torch.dtype) -> None:
+    compare_kinds("cuda", width, rope, itertools.product(KINDS, (dtype,)))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(("width", "rope"), [(16, 8), (24, 6)])
-def test_the_kernel_of_narrow_rows(width: int, rope: int) -> None:
-    check_compressor("cuda", width, rope, zip(KINDS, itertools.cycle(DTYPES), strict=False))
-    check_wide_pairs("cuda")
-
-
-def check_operator(device: str) -> None:
+@on_both
+def test_operator(device: str) -> None:
     case = next(compressor_cases(config_of(LayerKind(4, True), 16, 8), DCPConfig(block_size=2), 0, False))
     torch.library.opcheck(compressor.compress_.op, compressor.compress_.flatten(*on(device, [*case])))
-
-
-def test_operator() -> None:
-    check_operator("cpu")
-
-
-@pytest.mark.gpu
-def test_operator_on_a_gpu() -> None:
-    check_operator("cuda")
 
 
 @pytest.mark.parametrize(
@@ -227,9 +215,9 @@ def test_the_kernel_compiles_for_hopper(dtype: str, cache: str) -> None:
     none: dict[str, Any] = dict.fromkeys(("latents_ptr", "slots_ptr"))
     for ratio, halves, tokens in ((4, 2, 1), (4, 2, 4), (128, 1, 1), (128, 1, 8)):
         constants = {"RATIO": ratio, "HALVES": halves, "GATES": halves * 512, "TOKENS": tokens}
-        compile_for_hopper(compress_kernel, dtype, {**pooled, **constants, **none}, **types)
+        ptx_for_hopper(compress_kernel, dtype, {**pooled, **constants, **none}, **types)
     for ratio in (1, 2):  # These write entries before RoPE, too.
         constants = {"RATIO": ratio, "HALVES": 1, "GATES": 512 * (ratio - 1), "TOKENS": ratio}
-        compile_for_hopper(compress_kernel, dtype, {**pooled, **constants}, **types)
+        ptx_for_hopper(compress_kernel, dtype, {**pooled, **constants}, **types)
     constants = {"RATIO": 4, "HALVES": 2, "GATES": 256, "TOKENS": 4}
-    compile_for_hopper(compress_kernel, dtype, {**index, **constants, **none}, **types)
+    ptx_for_hopper(compress_kernel, dtype, {**index, **constants, **none}, **types)

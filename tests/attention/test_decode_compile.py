@@ -6,32 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.hopper import compile_with_log
+from tests.support.hopper import build_for_hopper, compile_for_hopper
 
 pytest.importorskip("triton")
-
-
-def compile_for_hopper(
-    kernel: Any, source: Any, types: dict[str, str], constants: dict[str, Any], **options: int
-) -> tuple[str, str]:
-    """PTX of a kernel, and what the assembler says of it."""
-    compiled, said = build_for_hopper(kernel, source, types, constants, (), **options)
-    return str(compiled.asm["ptx"]), said
-
-
-def build_for_hopper(
-    kernel: Any,
-    source: Any,
-    types: dict[str, str],
-    constants: dict[str, Any],
-    multiples: tuple[str, ...],
-    **options: int,
-) -> tuple[Any, str]:
-    """Compile a kernel; return it, and what the assembler says of it. multiples: Arguments that are multiples of 16."""
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
-    aligned = [name for name in kernel.arg_names if signature[name].startswith("*") or name in multiples]
-    attrs = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}  # as they are launched
-    return compile_with_log(source(kernel, signature, constexprs=constants, attrs=attrs), options)
 
 
 def assert_mbarriers_are_apart(ptx: str) -> None:

@@ -25,8 +25,8 @@ from dcpmla.attention.step.long_pieces import LONG_PIECE, TOKENS_PER_PIECE
 from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests, StepTable, StepTraits, TableSizes
 from dcpmla.config import DCPConfig
-from tests.attention.test_decode_compile import compile_for_hopper
-from tests.support.shared_memory import run_interpreted
+from tests.support.hopper import compile_for_hopper
+from tests.support.kernels import run_kernels
 from tests.support.step_tables import fill_table, lay_out_step
 
 NUM_STATES, NUM_DRAFTS, EPS = 5, 2, 1e-5
@@ -138,17 +138,15 @@ def compare(
                 assert float((one - other).norm() / other.norm()) < tolerance
 
 
-def check_in_the_interpreter() -> None:
+def check_kernel(_: str) -> None:
     from dcpmla.attention.layers.linear.kernels.recurrence import delta_attention as launch
-    from tests.support.interpreter import convert_as_torch
 
-    convert_as_torch()
     compare(launch, torch.float32, "cpu", (2, 16), 1e-5, (SHORT,), (-5.0,))
     compare(launch, torch.bfloat16, "cpu", (1, 24), 0.02, (SHORT,), (None,))
 
 
 def test_kernel_in_the_interpreter() -> None:
-    run_interpreted(1, check_in_the_interpreter)
+    run_kernels("cpu", check_kernel)
 
 
 @pytest.mark.gpu
@@ -214,12 +212,10 @@ def imitate_library() -> None:
     sys.modules["fla.ops.kda.chunk_fwd"] = module
 
 
-def check_chunks_in_the_interpreter() -> None:
+def check_chunks(_: str) -> None:
     imitate_library()
     from dcpmla.attention.layers.linear.kernels.chunks import attend_in_chunks as launch
-    from tests.support.interpreter import convert_as_torch
 
-    convert_as_torch()
     compare(attend_by_chunks(launch), torch.float32, "cpu", (2, 16), 1e-5, (LONG,), (-5.0,))
     compare(attend_by_chunks(launch), torch.bfloat16, "cpu", (1, 24), 0.02, (LONG,), (None,))
     long_pieces.MAX_PIECES = 1  # the shorter piece goes through the recurrence
@@ -227,7 +223,7 @@ def check_chunks_in_the_interpreter() -> None:
 
 
 def test_chunks_in_the_interpreter() -> None:
-    run_interpreted(1, check_chunks_in_the_interpreter)
+    run_kernels("cpu", check_chunks)
 
 
 @pytest.mark.parametrize("max_pieces", [1, 32])
@@ -306,21 +302,7 @@ def test_kernels_of_pieces_compile() -> None:
     ):
         types = dict.fromkeys(("start_loc", "token", "first_position", "state"), "*i32") | {"eps": "fp32"}
         types |= dict.fromkeys(("memory", "memory_after", "before", "beta_out"), "*fp32")
-        halves = (
-            "q",
-            "k",
-            "v",
-            "qkv",
-            "decay",
-            "decay_out",
-            "beta",
-            "conv",
-            "recent",
-            "out",
-            "attended",
-            "gate",
-            "norm",
-        )
-        types |= dict.fromkeys(halves, "*bf16")
+        types |= dict.fromkeys(("q", "k", "v", "qkv", "decay", "decay_out", "beta", "conv", "recent"), "*bf16")
+        types |= dict.fromkeys(("out", "attended", "gate", "norm"), "*bf16")
         _, log = compile_for_hopper(kernel, ASTSource, types, constants, num_warps=4)
         assert "0 bytes spill stores" in log, kernel.fn.__name__

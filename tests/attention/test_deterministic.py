@@ -13,7 +13,7 @@ from dcpmla import MLAAttention, Placement, init_mesh
 from dcpmla.attention.mla.latent_spec import LatentSpec
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.families.table import attention_of
-from dcpmla.merge import merge_pair, merge_partials, merge_tree
+from dcpmla.merge import merge_partials, merge_tree
 from tests.attention.test_layer import expected, oracle, run_steps
 from tests.support.dense_layer import CONFIG
 from tests.support.layouts import dcp_config
@@ -80,18 +80,6 @@ def test_the_tree_takes_any_number_of_parts_and_is_the_same_over_ranks() -> None
     for size in (2, 4):
         parts = [merge_tree(out[rank::size], lse[rank::size]) for rank in range(size)]
         check_equal([merge_tree(*map(torch.stack, zip(*parts, strict=True)))], [merge_tree(out, lse)])
-
-
-def test_another_order_of_the_merge_has_other_bits() -> None:
-    def in_turn(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        merged = out[0], lse[0]
-        for part in range(1, len(out)):
-            merged = merge_pair(*merged, out[part], lse[part])
-        return merged
-
-    ((reference, _),), ((other, _),) = decode(SIZES, 8, BATCH[-1:]), decode(SIZES, 8, BATCH[-1:], merge=in_turn)
-    assert not torch.equal(other, reference)
-    torch.testing.assert_close(other, reference)
 
 
 def test_prefill_in_pieces_over_ranks_and_chunks() -> None:

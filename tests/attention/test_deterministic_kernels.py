@@ -1,7 +1,7 @@
 """The kernels of attention in a fixed order: bits on a GPU; against the reference in Triton's interpreter."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -16,6 +16,7 @@ from dcpmla.attention.mla.decode import run_call
 from dcpmla.attention.mla.deterministic import DeterministicResults
 from dcpmla.attention.step.chunks import PrefillMetadata, lay_out_prefills
 from dcpmla.attention.step.metadata import StepBuilder
+from tests.support.kernels import run_kernels
 from tests.support.ordered import (
     Batch,
     Sizes,
@@ -29,7 +30,6 @@ from tests.support.ordered import (
     share_caches,
 )
 from tests.support.row_errors import largest_error
-from tests.support.shared_memory import run_interpreted
 
 pytest.importorskip("triton")
 
@@ -40,12 +40,10 @@ BATCH: Batch = [(1, 700, 1), (2, 64, 1), (3, 1, 1), (4, 130, 1)]
 SEGMENTS: Batch = [(1, 70, 3), (2, 700, 4)]
 
 
-def check_decode_in_the_interpreter() -> None:
+def check_decode(_: str) -> None:
     from dcpmla.attention.triton import deterministic_decode as kernel
     from dcpmla.attention.triton import deterministic_merge
-    from tests.support.interpreter import convert_as_torch
 
-    convert_as_torch()
     deterministic_merge.SPLIT.value = 1  # several splits of few tiles
     for size, batch, max_query_len in ((1, BATCH, 1), (2, SEGMENTS, 2), (8, BATCH, 1)):
         expected = decode(SMALL, size, batch, max_query_len)
@@ -62,15 +60,9 @@ def check_decode_in_the_interpreter() -> None:
         assert all(map(torch.equal, itertools.chain(*got), itertools.chain(*first)))
 
 
-def test_decode_in_the_interpreter() -> None:
-    run_interpreted(1, check_decode_in_the_interpreter)
-
-
-def check_prefill_in_the_interpreter() -> None:
+def check_prefill(_: str) -> None:
     from dcpmla.attention.triton import deterministic_prefill as kernel
-    from tests.support.interpreter import convert_as_torch
 
-    convert_as_torch()
     cases: tuple[tuple[int, Batch, int], ...] = (
         (1, [(1, 300, 40), (2, 20, 20), (1, 180, 130)], 1 << 16),
         (2, [(1, 300, 40), (2, 20, 20), (1, 180, 130)], 128),
@@ -83,10 +75,6 @@ def check_prefill_in_the_interpreter() -> None:
         assert largest_error(actual, other) <= 2**-8
     assert all(map(torch.equal, got[0], got[1]))
     assert torch.equal(got[2][0], got[0][0][-1:])
-
-
-def test_prefill_in_the_interpreter() -> None:
-    run_interpreted(1, check_prefill_in_the_interpreter)
 
 
 def check_prompts_among_others(sizes: Sizes) -> None:
@@ -122,17 +110,16 @@ def test_prompts_among_others() -> None:
     check_prompts_among_others(Sizes())
 
 
-def check_prompts_among_others_in_the_interpreter() -> None:
+def check_prompts_with_the_kernel(_: str) -> None:
     from dcpmla.attention.triton import deterministic_prefill as kernel
-    from tests.support.interpreter import convert_as_torch
 
-    convert_as_torch()
     with patch.object(deterministic, "attend_to_chunk", kernel.run):
         check_prompts_among_others(SMALL)
 
 
-def test_prompts_among_others_in_the_interpreter() -> None:
-    run_interpreted(1, check_prompts_among_others_in_the_interpreter)
+@pytest.mark.parametrize("check", [check_decode, check_prefill, check_prompts_with_the_kernel])
+def test_in_the_interpreter(check: Callable[[str], None]) -> None:
+    run_kernels("cpu", check)
 
 
 @pytest.mark.gpu

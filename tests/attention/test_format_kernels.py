@@ -1,6 +1,6 @@
 """Triton kernels that write and read quantized caches and queries, byte for byte against `cache/formats.py`.
 
-They run on a GPU, in Triton's interpreter without one (`test_small_kernels`), and are compiled for Hopper.
+They run on a GPU, in Triton's interpreter without one, and are compiled for Hopper.
 """
 
 import itertools
@@ -23,20 +23,16 @@ from tests.attention.test_small_kernels import (
     ODD,
     QUERY,
     TYPES,
-    compile_for_hopper,
     latents_case,
-    on,
     query_case,
 )
 from tests.parallel.test_fp8_linear import quantized
+from tests.support.hopper import ptx_for_hopper
+from tests.support.kernels import bytes_of, on, on_both, run_kernels
 
 POISON = 0xA5
 ROW_OF_NAN = 1
 TILES = (24, 384, 6, 12, 5, 3)  # Lq, L, R, P, V, h with a latent of three tiles
-
-
-def bytes_of(x: Tensor) -> Tensor:
-    return x.cpu().view(torch.uint8)
 
 
 def random_rows(num_rows: int, storage: torch.dtype, rank: int, rope: int) -> Tensor:
@@ -174,14 +170,10 @@ def check_refusals(device: str) -> None:
         )
 
 
-@pytest.mark.gpu
-def test_kernels() -> None:
-    check_cache_rows("cuda")
-    check_quantized_latents("cuda")
-    check_fp8_queries("cuda")
-    check_reading("cuda")
-    check_rounding("cuda")
-    check_refusals("cuda")
+@on_both
+def test_kernels(device: str) -> None:
+    checks = check_cache_rows, check_quantized_latents, check_fp8_queries, check_reading, check_rounding
+    run_kernels(device, *checks, check_refusals)
 
 
 @pytest.mark.gpu
@@ -200,7 +192,8 @@ def test_a_chunk_through_the_operators(storage: torch.dtype) -> None:
         )
 
 
-def check_operators(device: str) -> None:
+@on_both
+def test_operators(device: str) -> None:
     """Check schema, shapes and strides that tracing is told, what is written: `torch.library.opcheck`."""
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     for sizes, storage in ((ODD, FP8), (TILES, torch.uint8)):
@@ -219,15 +212,6 @@ def check_operators(device: str) -> None:
     torch.library.opcheck(projections.absorb_query.op, on(device, query))
 
 
-def test_operators() -> None:
-    check_operators("cpu")
-
-
-@pytest.mark.gpu
-def test_operators_on_a_gpu() -> None:
-    check_operators("cuda")
-
-
 def test_kernels_compile_for_hopper() -> None:
     """Rows move 16 bytes a thread, but for the one row of a token; conversions and the division are the exact ones."""
     pytest.importorskip("triton")
@@ -235,18 +219,18 @@ def test_kernels_compile_for_hopper() -> None:
     from dcpmla.cache.kernels import dequantize_kernel, read_kernel
 
     latents = [
-        compile_for_hopper(latents_kernel, "bf16", LATENTS, **TYPES, cache_ptr="*fp8e4nv"),
-        compile_for_hopper(latents_kernel, "bf16", {**LATENTS, "kv_scale_ptr": None}, **TYPES, cache_ptr="*u8"),
+        ptx_for_hopper(latents_kernel, "bf16", LATENTS, **TYPES, cache_ptr="*fp8e4nv"),
+        ptx_for_hopper(latents_kernel, "bf16", {**LATENTS, "kv_scale_ptr": None}, **TYPES, cache_ptr="*u8"),
     ]
-    queries = compile_for_hopper(absorb_kernel, "bf16", {**QUERY, "w_scales_ptr": None}, **TYPES, out_ptr="*fp8e4nv")
+    queries = ptx_for_hopper(absorb_kernel, "bf16", {**QUERY, "w_scales_ptr": None}, **TYPES, out_ptr="*fp8e4nv")
     for ptx in (*latents, queries):
         assert "div.rn.f32" in ptx
         assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
-    copied = compile_for_hopper(read_kernel, "u8", {"WIDTH": 656, "ROWS": 4, "COLUMNS": 1024}, **TYPES)
+    copied = ptx_for_hopper(read_kernel, "u8", {"WIDTH": 656, "ROWS": 4, "COLUMNS": 1024}, **TYPES)
     widths = {"RANK": 512, "ROPE": 64, "ROWS": 8, "RANK_COLUMNS": 512, "ROPE_COLUMNS": 64}
     dequantized = [
-        compile_for_hopper(dequantize_kernel, "bf16", widths, **TYPES, rows_ptr="*fp8e4nv"),
-        compile_for_hopper(dequantize_kernel, "bf16", {**widths, "scale_ptr": None}, **TYPES, rows_ptr="*u8"),
+        ptx_for_hopper(dequantize_kernel, "bf16", widths, **TYPES, rows_ptr="*fp8e4nv"),
+        ptx_for_hopper(dequantize_kernel, "bf16", {**widths, "scale_ptr": None}, **TYPES, rows_ptr="*u8"),
     ]
     assert all("cvt.rn.f16x2.e4m3x2" in ptx for ptx in dequantized)
     for ptx in (queries, copied, *dequantized):

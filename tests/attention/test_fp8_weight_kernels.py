@@ -1,6 +1,5 @@
 """Kernels of attention over weights in block fp8, and over their values: on a GPU, else in Triton's interpreter."""
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -8,13 +7,20 @@ from dcpmla.attention.output.formats import OutputQuant, TargetRows
 from dcpmla.attention.projection_calls import QueryAbsorption, ValueProjection
 from dcpmla.parallel.quantized import BlockFp8, dequantize
 from tests.parallel.test_fp8_linear import blocks
-from tests.support.shared_memory import run_interpreted
+from tests.support.kernels import on_both, run_kernels
 
 DIFFERENT = 1e-3  # of a kernel's numbers, at most; on an H200 they were 4e-5
 
 
-def check_kernels(device: str, dtype: torch.dtype, num_tokens: int, heads: int, rank: int) -> None:
+def check_kernels(device: str) -> None:
     """Compare codes with scales and their values: to the bit in the interpreter; GPUs sum in another order."""
+    if device == "cpu":
+        check_size(device, torch.float16, 3, 1, 256)
+    for num_tokens in (1, 17, 70, 300) if device == "cuda" else ():
+        check_size(device, torch.bfloat16, num_tokens, 16, 512)
+
+
+def check_size(device: str, dtype: torch.dtype, num_tokens: int, heads: int, rank: int) -> None:
     from dcpmla.attention.output import kernels as output_kernels
     from dcpmla.attention.triton import projections as kernels
 
@@ -54,19 +60,6 @@ def assert_same(got: Tensor, wanted: Tensor) -> None:
         assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
 
 
-def check_in_the_interpreter() -> None:
-    from tests.support.interpreter import convert_as_torch
-
-    convert_as_torch()
-    check_kernels("cpu", torch.float16, 3, 1, 256)
-
-
-def test_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_interpreted(1, check_in_the_interpreter)
-
-
-@pytest.mark.gpu
-def test_kernels() -> None:
-    for num_tokens in (1, 17, 70, 300):
-        check_kernels("cuda", torch.bfloat16, num_tokens, 16, 512)
+@on_both
+def test_kernels(device: str) -> None:
+    run_kernels(device, check_kernels)

@@ -10,8 +10,8 @@ from torch import Tensor
 from dcpmla.attention.output.gates import apply_gates
 from dcpmla.parallel.fp8 import quantize_rows
 from dcpmla.parallel.quantized import quantize_groups
-from tests.attention.test_decode_compile import compile_for_hopper
-from tests.support.shared_memory import run_interpreted
+from tests.support.hopper import compile_for_hopper
+from tests.support.kernels import on_both, run_kernels
 
 SIZES = ((1, 48, 3), (3, 48, 48), (2, 1152, 9), (2, 1280, 1280))  # tokens, columns, gates
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -46,10 +46,10 @@ def test_the_operator() -> None:
         torch.library.opcheck(torch.ops.dcpmla.apply_gates, (out, logits, quantizes), test_utils=tests)
 
 
-def check_kernel(device: str, dtypes: tuple[torch.dtype, ...]) -> None:
+def check_kernel(device: str) -> None:
     from dcpmla.attention.triton import gates as kernels
 
-    for dtype in dtypes:
+    for dtype in TOLERANCE if device == "cuda" else (torch.float32, torch.bfloat16):
         for sizes in (*SIZES, (0, 8, 2)):
             out, logits = (tensor.to(device) for tensor in make_rows(*sizes, dtype))
             rows, *empty = kernels.apply_gates(out, logits, False)
@@ -63,20 +63,9 @@ def check_kernel(device: str, dtypes: tuple[torch.dtype, ...]) -> None:
                     assert torch.equal(part.cpu().float(), expected.float())
 
 
-def check_in_the_interpreter() -> None:
-    from tests.support.interpreter import convert_as_torch
-
-    convert_as_torch()
-    check_kernel("cpu", (torch.float32, torch.bfloat16))
-
-
-def test_the_kernel_in_the_interpreter() -> None:
-    run_interpreted(1, check_in_the_interpreter)
-
-
-@pytest.mark.gpu
-def test_the_kernel() -> None:
-    check_kernel("cuda", tuple(TOLERANCE))
+@on_both
+def test_the_kernel(device: str) -> None:
+    run_kernels(device, check_kernel)
 
 
 @pytest.mark.parametrize("quantizes", [False, True])

@@ -17,13 +17,10 @@ from dcpmla.attention.select.projections import norm_rope_index_keys, rope_index
 from dcpmla.attention.select.scores import index_scores
 from dcpmla.cache.formats import FP8, FP8_MAX
 from dcpmla.cache.index_keys import check_index_cache, index_row_width, index_to_fp8, read_index_keys, write_index_keys
+from tests.support.kernels import randn
 
 HEADS, HEAD_DIM, ROPE, TOPK = 32, 32, 8, 6
 BLOCK_SIZE, NUM_BLOCKS = 16, 5
-
-
-def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @given(

@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
-from dcpmla import DCPConfig, DCPMesh, LatentCache, MLAAttention, MLAConfig, Placement, init_mesh
+from dcpmla import DCPConfig, DCPMesh, MLAAttention, MLAConfig, Placement, init_mesh
 from dcpmla.attention.mla import layer as layer_module
 from dcpmla.attention.step import metadata as metadata_module
-from dcpmla.attention.step.metadata import StepBuilder
-from dcpmla.attention.step.table import StepRequests
-from dcpmla.cache.latent import num_blocks
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.families.table import attention_of
 from tests.attention.test_compile import DEEPSEEK, Batch, make_layer, run_layer
+from tests.support.layer_batches import run_batch
 from tests.support.layouts import dcp_config
 from tests.support.models import random_model, tiny_config
 from tests.support.ranks import run_ranks
@@ -77,29 +75,11 @@ def run_steps(
     max_decode_query_len: int,
     num_decodes: int | None,
 ) -> Tensor:
-    """Fill the cache with what each request has cached, as one prefill; then the batch as one step."""
-    total = [cached + new for cached, new in batch]
-    cache = LatentCache(LatentCache.plan(layer.config, dcp, 1, total, torch.float32), torch.device("cpu"))[0]
-    blocks = iter(range(len(cache.latents.fill_(torch.nan)) - 1, -1, -1))
-    tables = [[next(blocks) for _ in range(num_blocks(length, dcp))] for length in total]
-    hidden = hidden_states(hf_config, batch)
-    cos, sin = (part[0, :, : part.shape[-1] // 2] for part in rope(hf_config, max(total), True))
-    cos_sin = torch.cat([cos, sin], -1)
-
-    def step(
-        query_lens: list[int], seq_lens: list[int], requests: list[int], padding: int, num_decodes: int | None
-    ) -> Tensor:
-        numbers = StepRequests(query_lens, seq_lens, [tables[i] for i in requests])
-        metadata = StepBuilder(dcp, layer.mesh.dcp_rank).build(numbers, max_decode_query_len, num_decodes)
-        rows = torch.cat(
-            [hidden[i][seq - query : seq] for i, query, seq in zip(requests, query_lens, seq_lens, strict=True)]
-        )
-        rows = torch.cat([rows, torch.full((padding, rows.shape[1]), torch.nan)])
-        return layer(rows, cache, metadata.with_cos_sin(cos_sin[metadata.tokens.positions] if with_positions else None))
-
-    filled = [i for i, (cached, _) in enumerate(batch) if cached]
-    step([batch[i][0] for i in filled], [batch[i][0] for i in filled], filled, 0, None)
-    return step([new for _, new in batch], total, list(range(len(batch))), padding, num_decodes)
+    hidden, angles = hidden_states(hf_config, batch), rope(hf_config, max(map(sum, batch)), True)
+    cos_sin = torch.cat([part[0, :, : part.shape[-1] // 2] for part in angles], -1) if with_positions else None
+    lens = padding, max_decode_query_len, num_decodes
+    (out,), _ = run_batch([layer], dcp, batch, hidden, cos_sin, *lens)
+    return out
 
 
 def check_layer(

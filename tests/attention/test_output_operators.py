@@ -73,92 +73,89 @@ SCALE, OUT, W_UV = torch.ones(1), torch.zeros(3, 2, 24), torch.zeros(2, 96, 24)
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("quant", "message"),
     [
-        (lambda: OutputQuant("int8").checked(CPU), "format is 'int8'; choose one of fp8, fp8_groups, nvfp4"),
+        (OutputQuant("int8"), "format is 'int8'; choose one of fp8, fp8_groups, nvfp4"),
+        (OutputQuant("nvfp4"), "scale is None; format 'nvfp4' needs one, float32 of one element"),
         (
-            lambda: OutputQuant("nvfp4").checked(CPU),
-            "scale is None; format 'nvfp4' needs one, float32 of one element",
+            OutputQuant("fp8", torch.ones(2)),
+            r"scale is torch.float32 \(2,\) on cpu; expected torch.float32 of one element",
         ),
         (
-            lambda: OutputQuant("fp8", scale=torch.ones(2)).checked(CPU),
-            r"scale is torch.float32 \(2,\) on cpu; expected torch.float32 of one element on cpu",
-        ),
-        (
-            lambda: OutputQuant("fp8", scale=SCALE.half()).checked(CPU),
+            OutputQuant("fp8", SCALE.half()),
             r"scale is torch.float16 \(1,\) on cpu; expected torch.float32 of one element",
         ),
-        (lambda: OutputQuant("fp8_groups", scale=SCALE).checked(CPU), "scale is given for format 'fp8_groups'"),
-        (lambda: OutputQuant("fp8_groups", group_size=32).checked(CPU), "group_size is 32; choose one of 64, 128"),
+        (OutputQuant("fp8", SCALE.to("meta")), r"scale is torch.float32 \(1,\) on meta; expected .* on cpu"),
+        (OutputQuant("fp8_groups", SCALE), "scale is given for format 'fp8_groups'"),
+        (OutputQuant("fp8_groups", group_size=32), "group_size is 32; choose one of 64, 128"),
+        (OutputQuant("fp8_groups", scale_layout="col"), "scale_layout is 'col'; choose one of row, column, tma"),
+    ],
+)
+def test_mistakes_of_formats_are_named(quant: OutputQuant, message: str) -> None:
+    """By all that take a format."""
+    for call in (
+        lambda: quant.checked(CPU),
+        lambda: output_ops.quantize_output(OUT[0], quant),
+        lambda: output_ops.project_quantized(ValueProjection(OUT, W_UV), quant),
+        lambda: OutputRows(3, W_UV, W_UV.dtype, quant),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+FP8, NVFP4, IN_64 = OutputQuant("fp8", SCALE), OutputQuant("nvfp4", SCALE), OutputQuant("fp8_groups", group_size=64)
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "message"),
+    [
         (
-            lambda: OutputQuant("fp8_groups", scale_layout="col").checked(CPU),
-            "scale_layout is 'col'; choose one of row, column, tma",
-        ),
-        (
-            lambda: output_ops.quantize_output(OUT, OutputQuant("fp8", SCALE)),
+            output_ops.quantize_output,
+            (OUT, FP8),
             r"x is torch.float32 \(3, 2, 24\); expected \[T, N\] of bfloat16, float16 or",
         ),
         (
-            lambda: output_ops.quantize_output(OUT[0].double(), OutputQuant("fp8", SCALE)),
+            output_ops.quantize_output,
+            (OUT[0].double(), FP8),
             r"x is torch.float64 \(2, 24\); expected \[T, N\] of bfloat16",
         ),
+        (output_ops.quantize_output, (OUT[0], NVFP4), "x has 24 columns; groups of 16 must divide them"),
+        (output_ops.quantize_output, (W_UV[:, :, 0], IN_64), "x has 96 columns; groups of 64 must divide them"),
         (
-            lambda: output_ops.quantize_output(OUT[0], OutputQuant("fp8", torch.ones(3, 2))),
-            r"scale is torch.float32 \(3, 2\) on cpu; expected",
-        ),
-        (
-            lambda: output_ops.quantize_output(OUT[0], OutputQuant("fp8", SCALE.to("meta"))),
-            r"scale is torch.float32 \(1,\) on meta; expected .* on cpu",
-        ),
-        (
-            lambda: output_ops.quantize_output(OUT[0], OutputQuant("nvfp4", SCALE)),
-            "x has 24 columns; groups of 16 must divide them",
-        ),
-        (
-            lambda: output_ops.quantize_output(W_UV[0].T, OutputQuant("nvfp4", SCALE.double())),
-            r"scale is torch.float64 \(1,\)",
-        ),
-        (
-            lambda: output_ops.quantize_output(W_UV[:, :, 0], OutputQuant("fp8_groups", group_size=64)),
-            "x has 96 columns; groups of 64 must divide them",
-        ),
-        (
-            lambda: output_ops.quantize_output(W_UV[0], OutputQuant("fp8_groups", group_size=16)),
-            "group_size is 16; choose one of 64, 128",
-        ),
-        (
-            lambda: output_ops.project_quantized(ValueProjection(OUT, W_UV[:1]), OutputQuant("fp8", SCALE)),
+            output_ops.project_quantized,
+            (ValueProjection(OUT, W_UV[:1]), FP8),
             r"out has shape \(3, 2, 24\), w_uv \(1, 96, 24\); expected \[T, h, L\]",
         ),
         (
-            lambda: output_ops.project_quantized(ValueProjection(OUT, W_UV.half()), OutputQuant("fp8", SCALE)),
+            output_ops.project_quantized,
+            (ValueProjection(OUT, W_UV.half()), FP8),
             "out is torch.float32, w_uv torch.float16; expected both in one of",
         ),
         (
-            lambda: output_ops.project_quantized(ValueProjection(OUT, W_UV), OutputQuant("fp8_groups", group_size=64)),
+            output_ops.project_quantized,
+            (ValueProjection(OUT, W_UV), IN_64),
             "w_uv has 96 rows for a head; groups of 64 must divide them, so that none crosses heads",
         ),
         (
-            lambda: output_ops.project_quantized(ValueProjection(OUT, W_UV[:, :24]), OutputQuant("nvfp4", SCALE)),
+            output_ops.project_quantized,
+            (ValueProjection(OUT, W_UV[:, :24]), NVFP4),
             "w_uv has 24 rows for a head; groups of 16 must",
         ),
         (
-            lambda: OutputRows(3, W_UV, W_UV.dtype, OutputQuant("fp8_groups")),
+            OutputRows,
+            (3, W_UV, W_UV.dtype, OutputQuant("fp8_groups")),
             "w_uv has 96 rows for a head; groups of 128 must",
         ),
         (
-            lambda: OutputRows(3, W_UV, torch.float64, OutputQuant("fp8", scale=SCALE)),
+            OutputRows,
+            (3, W_UV, torch.float64, FP8),
             "dtype is torch.float64; outputs of bfloat16, float16 and float32 can be quantized",
-        ),
-        (
-            lambda: OutputRows(3, W_UV, W_UV.dtype, OutputQuant("fp8", scale=SCALE.to("meta"))),
-            r"scale is torch.float32 \(1,\) on meta; expected .* on cpu",
         ),
     ],
 )
-def test_mistakes_are_named(call: Any, message: str) -> None:
+def test_mistakes_are_named(call: Any, arguments: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        call()
+        call(*arguments)
 
 
 @pytest.mark.usefixtures("one_process_on_cpu")

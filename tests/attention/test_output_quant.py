@@ -21,9 +21,9 @@ from dcpmla.attention.projection_calls import ValueProjection
 from dcpmla.attention.projections import project_values
 from dcpmla.cache.formats import FP8
 from dcpmla.parallel.quantized import QuantizedRows
-from tests.attention.test_output_formats import KINDS, TIES, codes, randn, unswizzle
-from tests.support.hopper import compile_source
-from tests.support.shared_memory import run_interpreted
+from tests.attention.test_output_formats import KINDS, TIES, codes, unswizzle
+from tests.support.hopper import compile_source, new_source
+from tests.support.kernels import on, on_both, randn, run_kernels
 
 
 def parts_case(dtype: torch.dtype, num_tokens: int, heads: int, rank: int, value: int) -> tuple[list[Tensor], Tensor]:
@@ -100,12 +100,6 @@ def with_scale(rows: tuple[Tensor, Tensor], quant: OutputQuant) -> tuple[Tensor,
     return (rows[0], quant.scale) if quant.format == "fp8" and quant.scale is not None else rows
 
 
-def move(x: Tensor, device: str) -> Tensor:
-    """Copy to a device with the strides it had."""
-    base = x if x._base is None else x._base
-    return base.to(device, copy=True).as_strided(x.shape, x.stride(), x.storage_offset())
-
-
 def numbers(values: Tensor) -> Tensor:
     """Codes -> whole numbers in the order of what they stand for."""
     if values.dtype == torch.uint8:
@@ -114,12 +108,28 @@ def numbers(values: Tensor) -> Tensor:
     return torch.where(code >= sign, sign - code, code)
 
 
-def check_kernels(device: str, dtype: torch.dtype, num_tokens: int, heads: int, rank: int, value: int) -> None:
+def check_kernels(device: str) -> None:
     """All kinds that take such heads, into memory that holds other bytes, against plain torch on the CPU.
 
     Rows as they are: every byte. After W_UV: sums of another order round to another number of 16 bits at times,
     which has another code more rarely.
     """
+    half = torch.float16
+    cases = [
+        (half, 19, 3, 72, 128),
+        (half, 131, 1, 16, 192),
+        (torch.float32, 5, 5, 40, 48),
+        (torch.float32, 0, 3, 40, 20),
+    ]
+    if device == "cuda":
+        sizes = [(num_tokens, 16, 512, 128) for num_tokens in (0, 1, 17, 33, 128, 300)]
+        sizes += [(70, 5, 512, 256), (9, 3, 256, 192), (20, 5, 72, 48)]
+        cases = [(dtype, *each) for dtype in (torch.bfloat16, half, torch.float32) for each in sizes]
+    for case in cases:
+        check_kinds(device, *case)
+
+
+def check_kinds(device: str, dtype: torch.dtype, num_tokens: int, heads: int, rank: int, value: int) -> None:
     from dcpmla.attention.output import kernels
 
     for quant in KINDS:
@@ -140,9 +150,9 @@ def check_kernels(device: str, dtype: torch.dtype, num_tokens: int, heads: int, 
         for part in parts:
             into = TargetRows(first_row, got.values, scales, scale, quant.ue8m0)
             if part.ndim == 3:
-                kernels.project_rows(ValueProjection(move(part, device), move(w_uv, device)), into)
+                kernels.project_rows(ValueProjection(on(device, part), on(device, w_uv)), into)
             else:
-                kernels.quantize_rows(move(part, device), into)
+                kernels.quantize_rows(on(device, part), into)
             first_row += len(part)
         assert torch.equal(codes(got.values)[num_tokens:], codes(wanted.values)[num_tokens:])
         difference = (numbers(got.values.cpu()) - numbers(wanted.values)).abs()
@@ -157,29 +167,9 @@ def check_kernels(device: str, dtype: torch.dtype, num_tokens: int, heads: int, 
             torch.testing.assert_close(got.scales.cpu(), wanted.scales, rtol=1e-2, atol=0)
 
 
-def check_in_the_interpreter() -> None:
-    from tests.support.interpreter import convert_as_torch
-
-    convert_as_torch()
-    check_kernels("cpu", torch.float16, 19, 3, 72, 128)
-    check_kernels("cpu", torch.float16, 131, 1, 16, 192)
-    check_kernels("cpu", torch.float32, 5, 5, 40, 48)
-    check_kernels("cpu", torch.float32, 0, 3, 40, 20)
-
-
-def test_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_interpreted(1, check_in_the_interpreter)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_kernels(dtype: torch.dtype) -> None:
-    for num_tokens in (0, 1, 17, 33, 128, 300):
-        check_kernels("cuda", dtype, num_tokens, 16, 512, 128)
-    check_kernels("cuda", dtype, 70, 5, 512, 256)
-    check_kernels("cuda", dtype, 9, 3, 256, 192)
-    check_kernels("cuda", dtype, 20, 5, 72, 48)
+@on_both
+def test_kernels(device: str) -> None:
+    run_kernels(device, check_kernels)
 
 
 @pytest.mark.gpu
@@ -189,7 +179,7 @@ def test_operators_run_the_kernels() -> None:
         scale = None if quant.scale is None else quant.scale.cuda()
         on_gpu = quant._replace(scale=scale)
         parts, w_uv = parts_case(torch.bfloat16, 130, 16, 512, 128)
-        moved, w_uv = [move(part, "cuda") for part in parts], move(w_uv, "cuda")
+        moved, w_uv = on("cuda", parts), on("cuda", w_uv)
         got = written(moved, w_uv, on_gpu)
         alone = fused(moved[0], w_uv, on_gpu)
         assert torch.equal(codes(got.values)[:130], codes(alone[0]))
@@ -213,30 +203,15 @@ def test_offsets_past_2_to_the_31() -> None:
     parts, w_uv = parts_case(torch.bfloat16, 3, 128, 512, 128)
     scale, first_row = torch.ones(1, device="cuda"), 2**31 // (128 * 128)
     values = torch.zeros(first_row + 9, 128 * 128, dtype=FP8, device="cuda")
-    call = ValueProjection(move(parts[0], "cuda"), move(w_uv, "cuda"))
+    call = ValueProjection(on("cuda", parts[0]), on("cuda", w_uv))
     kernels.project_rows(call, TargetRows(first_row, values, scale=scale))
-    kernels.quantize_rows(move(parts[1], "cuda"), TargetRows(first_row + 3, values, scale=scale))
+    kernels.quantize_rows(on("cuda", parts[1]), TargetRows(first_row + 3, values, scale=scale))
     wanted = written(parts[:2], w_uv, OutputQuant("fp8", scale=scale.cpu())).values
     assert (codes(values[first_row:]) != codes(wanted)).double().mean() < 5e-4
     assert not codes(values[:9]).any()
 
 
-def compile_for_hopper(kernel: Any, constants: dict[str, Any], options: dict[str, int], **types: str) -> Any:
-    from triton.compiler import ASTSource
-
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
-    aligned = {
-        (at,): [["tt.divisibility", 16]]
-        for at, name in enumerate(kernel.arg_names)
-        if name.endswith(("_ptr", "width", "heads"))
-    }
-    source = ASTSource(
-        kernel,
-        signature,
-        constexprs=constants,
-        attrs={at: how for at, how in aligned.items() if kernel.arg_names[at[0]] not in constants},
-    )
-    return compile_source(source, options)
+MULTIPLES = "(width|heads)$"
 
 
 @pytest.mark.parametrize(
@@ -260,15 +235,14 @@ def test_kernels_compile_for_hopper(group: int, ue8m0: bool, tiles: tuple[int, .
         "UE8M0": ue8m0,
         **({"scales_ptr": None} if group == 1 else {"scale_ptr": None} if group > 16 else {}),
     }
-    compiled = compile_for_hopper(quantize_kernel, {**constants, "ROWS": 8, "COLUMNS": 512}, {}, **types)
-    assert "sm_90a" in compiled.asm["ptx"]
+    compile_source(new_source(quantize_kernel, types, {**constants, "ROWS": 8, "COLUMNS": 512}, MULTIPLES))
     sizes = {"VALUE": 128, "RANK": 512, **({} if w_uv == "fp8e4nv" else {"w_scales_ptr": None})}
     for tiling in (TILINGS[tile] for tile in tiles):
         types["out_desc"] = f"tensordesc<bf16[1, {tiling.tokens}, {tiling.depth}]>"
         types["w_uv_desc"] = f"tensordesc<{w_uv}[1, 128, {tiling.depth}]>"
         types |= {"w_scales_ptr": "*fp32"} if w_uv == "fp8e4nv" else {}
         options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
-        compiled = compile_for_hopper(project_kernel, {**constants, **sizes}, options, **types)
+        compiled = compile_source(new_source(project_kernel, types, {**constants, **sizes}, MULTIPLES), options)
         assert ("wgmma" in compiled.asm["ptx"]) == (tiling.tokens >= 64)
         assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
         assert compiled.metadata.shared <= 232_448

@@ -20,8 +20,8 @@ from dcpmla.attention.step.table import StepRequests, StepTraits, TableSizes
 from dcpmla.config import DCPConfig
 from dcpmla.indexer_config import IndexerConfig
 from dcpmla.ownership import Owner
-from tests.attention.test_small_kernels import compile_for_hopper
-from tests.support.shared_memory import run_interpreted
+from tests.support.hopper import ptx_for_hopper
+from tests.support.kernels import on, on_both, run_kernels
 from tests.support.step_tables import fill_table, lay_out_step
 from tests.support.steps import selection_of
 
@@ -144,7 +144,7 @@ def check_kernels(device: str) -> None:
         case = make_case(pool_size, pool_size, num_pools)
         width = num_pools * pool_size + pool_size - 1
         expected, found = new_selection(9, width), new_selection(9, width, device)
-        there = [value.to(device) if isinstance(value, torch.Tensor) else value for value in case]
+        there = on(device, case)
         expand_pools(*case[:3], SlotLayout(*case[3:], Owner(*layout)), expected)
         kernels.expand_pools(*there[:3], SlotLayout(*there[3:], Owner(*layout)), found)
         assert torch.equal(found[0].cpu(), expected[0])
@@ -169,14 +169,9 @@ def check_kernels(device: str) -> None:
     assert results[0][0].flatten(0, 1).any(1).sum() == 3  # pools 0, 1 and 2
 
 
-def test_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_interpreted(1, check_kernels, "cpu")
-
-
-@pytest.mark.gpu
-def test_kernels() -> None:
-    check_kernels("cuda")
+@on_both
+def test_kernels(device: str) -> None:
+    run_kernels(device, check_kernels)
 
 
 def test_the_kernel_compiles_for_hopper() -> None:
@@ -187,4 +182,4 @@ def test_the_kernel_compiles_for_hopper() -> None:
     constants = {"NUM_POOLS": 128, "POOL_SIZE": 16, "WIDTH": 2063, "COLUMNS": 4096, "BLOCK_SIZE": 64}
     constants |= {"DCP_RANK": 1, "DCP_SIZE": 4, "INTERLEAVE": 1}
     for sizes in ({}, {"NUM_POOLS": 2048, "POOL_SIZE": 1, "WIDTH": 2048, "COLUMNS": 2048}):
-        compile_for_hopper(expand_kernel, "bf16", constants | sizes, **{f"{name}_ptr": "*i32" for name in names})
+        ptx_for_hopper(expand_kernel, "bf16", constants | sizes, **{f"{name}_ptr": "*i32" for name in names})

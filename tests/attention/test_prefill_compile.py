@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.attention import test_decode_compile
-from tests.support.hopper import compile_source
+from tests.attention.test_decode_compile import assert_mbarriers_are_apart
+from tests.support.hopper import compile_for_hopper, compile_source, new_source, ptx_for_hopper
 
 triton = pytest.importorskip("triton")
 
@@ -48,9 +48,29 @@ def test_mha_prefill_compiles_for_hopper(dims: tuple[int, int, int], causal: boo
         for name, dim in (("k_nope_desc", tile_dims[0]), ("v_desc", tile_dims[2]))
     }
     options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
-    compiled = compile_for_hopper(mha_prefill_kernel, types, constants, options)
+    compiled = compile_source(new_source(mha_prefill_kernel, types, constants, "stride"), options)
     assert "wgmma" in compiled.asm["ptx"]
     assert compiled.metadata.shared <= HOPPER_SHARED_MEMORY
+
+
+def rows_in_tiles(dtype: str) -> dict[str, str]:
+    """Return the types of the Hopper kernels' rows, which move in tiles, and of their output and scale."""
+    from dcpmla.attention.hopper.prefill_pipeline import KEYS, NOPE, ROPE, ROWS, TILE, VALUE
+
+    sizes = {"q_nope": (ROWS, NOPE), "q_pe": (ROWS, ROPE), "v": (KEYS, VALUE), "k_nope": (KEYS, NOPE)}
+    tiles = {
+        f"{name}_desc": f"tensordesc<{dtype}[{num_rows.value}, {num_columns.value}],{TILE.value}>"
+        for name, (num_rows, num_columns) in (sizes | {"k_pe": (KEYS, ROPE)}).items()
+    }
+    return {**tiles, "out_ptr": f"*{dtype}", "scale_log2": "fp32"}
+
+
+def assert_products_overlap(ptx: str, said: str) -> None:
+    """Check that no product waits for the one before it, and that registers and mbarriers have their own memory."""
+    assert "wgmma.mma_async.sync.aligned.m64n128k16" in ptx
+    assert "wgmma.mma_async instructions are serialized" not in said
+    assert "0 bytes spill stores" in said
+    assert_mbarriers_are_apart(ptx)
 
 
 @pytest.mark.parametrize(
@@ -70,14 +90,8 @@ def test_the_hopper_kernel_compiles(dtype: str, causal: bool, has_mask: bool, ha
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from dcpmla.attention.hopper.prefill import prefill_kernel
-    from dcpmla.attention.hopper.prefill_pipeline import KEYS, NOPE, ROPE, ROWS, TILE, VALUE
 
-    def tiles(num_rows: Any, num_columns: Any) -> str:
-        return f"tensordesc<{dtype}[{num_rows.value}, {num_columns.value}],{TILE.value}>"
-
-    types = {"q_nope_desc": tiles(ROWS, NOPE), "q_pe_desc": tiles(ROWS, ROPE), "v_desc": tiles(KEYS, VALUE)}
-    types |= {"k_nope_desc": tiles(KEYS, NOPE), "k_pe_desc": tiles(KEYS, ROPE), "out_ptr": f"*{dtype}"}
-    types |= {"lse_ptr": "*fp32", "query_start_loc_ptr": "*i32", "key_start_loc_ptr": "*i32", "scale_log2": "fp32"}
+    types = {**rows_in_tiles(dtype), "lse_ptr": "*fp32", "query_start_loc_ptr": "*i32", "key_start_loc_ptr": "*i32"}
     constants: dict[str, Any] = {"IS_CAUSAL": causal}
     if has_mask:
         types["mask_ptr"] = "*i32"
@@ -85,12 +99,9 @@ def test_the_hopper_kernel_compiles(dtype: str, causal: bool, has_mask: bool, ha
         constants |= {"mask_ptr": None, "num_words": None}
     if not has_window:
         constants["window"] = None
-    ptx, said = test_decode_compile.compile_for_hopper(prefill_kernel, GluonASTSource, types, constants, num_warps=4)
-    assert "wgmma.mma_async.sync.aligned.m64n128k16" in ptx
+    ptx, said = compile_for_hopper(prefill_kernel, GluonASTSource, types, constants, num_warps=4)
+    assert_products_overlap(ptx, said)
     assert "cp.async.bulk.tensor" in ptx
-    assert "0 bytes spill stores" in said
-    assert "wgmma.mma_async instructions are serialized" not in said
-    test_decode_compile.assert_mbarriers_are_apart(ptx)
     loop = ptx[ptx.index("wgmma.wait_group.sync.aligned 1") :]
     softmax = loop[: loop.index("wgmma.wait_group.sync.aligned 0")]
     assert softmax.count("ex2.approx") >= 64
@@ -105,46 +116,18 @@ def test_the_hopper_kernel_in_a_fixed_order_compiles(dtype: str) -> None:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from dcpmla.attention.hopper.deterministic_prefill import deterministic_prefill_kernel
-    from dcpmla.attention.hopper.prefill_pipeline import KEYS, NOPE, ROPE, ROWS, TILE, VALUE
 
-    def tiles(num_rows: Any, num_columns: Any) -> str:
-        return f"tensordesc<{dtype}[{num_rows.value}, {num_columns.value}],{TILE.value}>"
-
-    types = {"q_nope_desc": tiles(ROWS, NOPE), "q_pe_desc": tiles(ROWS, ROPE), "v_desc": tiles(KEYS, VALUE)}
-    types |= {"k_nope_desc": tiles(KEYS, NOPE), "k_pe_desc": tiles(KEYS, ROPE), "out_ptr": f"*{dtype}"}
-    types |= {f"{name}_ptr": "*fp32" for name in ("lse", "acc", "peak", "total")} | {"scale_log2": "fp32"}
+    types = rows_in_tiles(dtype) | {f"{name}_ptr": "*fp32" for name in ("lse", "acc", "peak", "total")}
     types |= {f"{name}_ptr": "*i32" for name in ("query_start", "query_position", "key_start", "key_position")}
     options = {"num_warps": 4, "enable_fp_fusion": False}
-    ptx, said = test_decode_compile.compile_for_hopper(
-        deterministic_prefill_kernel, GluonASTSource, types, {}, **options
-    )
-    assert "wgmma.mma_async.sync.aligned.m64n128k16" in ptx
-    assert "wgmma.mma_async instructions are serialized" not in said
-    assert "0 bytes spill stores" in said
-    test_decode_compile.assert_mbarriers_are_apart(ptx)
+    assert_products_overlap(*compile_for_hopper(deterministic_prefill_kernel, GluonASTSource, types, {}, **options))
 
 
 def test_merge_part_compiles_for_hopper() -> None:
     from dcpmla.attention.triton.merge import merge_part_kernel
 
-    types = {"merged_ptr": "*bf16", "out_ptr": "*fp32", "part_ptr": "*bf16"}
-    types |= dict.fromkeys(("merged_lse_ptr", "lse_ptr", "part_lse_ptr"), "*fp32")
-    compiled = compile_for_hopper(merge_part_kernel, types, {"WIDTH": 128, "COLUMNS": 128, "ROWS": 32}, {})
-    assert "sm_90a" in compiled.asm["ptx"]
-
-
-def compile_for_hopper(
-    kernel: Any, types: dict[str, str], constants: dict[str, int | None], options: dict[str, int]
-) -> Any:
-    from triton.compiler import ASTSource
-
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
-    aligned = {
-        (at,): [["tt.divisibility", 16]]
-        for at, name in enumerate(kernel.arg_names)
-        if name not in constants and ("_ptr" in name or "_stride" in name)
-    }
-    return compile_source(ASTSource(kernel, signature, constexprs=constants, attrs=aligned), options)
+    types = {"merged_ptr": "*bf16", "part_ptr": "*bf16"}
+    ptx_for_hopper(merge_part_kernel, "fp32", {"WIDTH": 128, "COLUMNS": 128, "ROWS": 32}, **types)
 
 
 def test_tilings_fit() -> None:

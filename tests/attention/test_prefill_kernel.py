@@ -1,4 +1,4 @@
-"""The Triton kernels of prefill in Triton's interpreter, against float64."""
+"""The Triton kernels of prefill, also under a mask, against float64: in Triton's interpreter, some on a GPU, too."""
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ from dcpmla.attention.backends.choice import PREFILL_BACKENDS, find_backend
 from dcpmla.attention.mla import prefill as operators
 from dcpmla.merge import merge_partials
 from tests.support.backends import as_kernel
-from tests.support.prefill_checks import SCALE, Case, check_prefill, segments
-from tests.support.shared_memory import run_interpreted
+from tests.support.kernels import on_both, run_kernels
+from tests.support.prefill_checks import SCALE, Case, check_prefill, draw_mask, segments
 
 triton = pytest.importorskip("triton")
 
@@ -29,6 +29,7 @@ CASES: dict[str, Case] = {  # tails, single rows, requests without keys, dims th
     "without a rope part": ([9, 70], [33, 5], 2, (32, 0, 32)),
     "GLM-5-Next": ([9, 70], None, 1, (256, 0, 256)),
 }
+MASKED = "causal", "context", "requests without keys", "DeepSeek-V3, context", "GLM-5"
 
 
 def check_unaligned(device: str) -> None:
@@ -50,7 +51,7 @@ def check_unaligned(device: str) -> None:
     torch.testing.assert_close(lse, wanted[1], atol=2e-4, rtol=1e-4)
 
 
-def check_neighbours(backend: str, dims: tuple[int, int, int], device: str) -> None:
+def check_neighbours(device: str, backend: str = "triton", dims: tuple[int, int, int] = (16, 16, 16)) -> None:
     """Check that a request whose rows are NaN spoils no other's."""
     mha_prefill = as_kernel(find_backend(PREFILL_BACKENDS, backend).run, PrefillCall)
     nope, rope, v_head_dim = dims
@@ -71,9 +72,16 @@ def check_neighbours(backend: str, dims: tuple[int, int, int], device: str) -> N
             torch.testing.assert_close(one[20:], other[20:], atol=0, rtol=0)
 
 
-def check_triton(dtype: torch.dtype, device: str) -> None:
+def check_triton(_: str) -> None:
+    from dcpmla.attention.triton import prefill as kernels
+
     for case in CASES.values():
-        check_prefill(find_backend(PREFILL_BACKENDS, "triton").run, case, dtype, device)
+        check_prefill(kernels.run, case, torch.float16, "cpu")
+    for name in MASKED:
+        check_prefill(kernels.run, CASES[name], torch.float16, "cpu", draw_mask)
+    for tiling in kernels.TILINGS[1:]:  # half a word of keys, one, two
+        kernels.TILINGS = (tiling,)
+        check_prefill(kernels.run, CASES["causal"], torch.float16, "cpu", draw_mask)
 
 
 def check_merge_part(device: str) -> None:
@@ -100,33 +108,34 @@ def check_merge_part(device: str) -> None:
         torch.testing.assert_close(merged_lse.cpu(), wanted_lse, atol=1e-5, rtol=1e-6)
 
 
-def check_operators(device: str, dtype: torch.dtype) -> None:
+@on_both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operators(device: str, dtype: torch.dtype) -> None:
     """Check schema, shapes and strides that tracing is told, what is written: `torch.library.opcheck`."""
     generator = torch.Generator().manual_seed(0)
     queries, keys = segments([3, 1], device), segments([0, 5], device)
     q, kv, latents = (
         torch.randn(shape, generator=generator).to(device, dtype) for shape in ((4, 2, 24), (5, 2, 32), (5, 48))
     )
-    for num_tokens, lens, causal in ((4, queries, True), (5, keys, False)):  # keys and values, rope parts as they lie
+    # Keys and values, rope parts as they lie.
+    for num_tokens, lens, causal, mask in (
+        (4, queries, True, None),
+        (5, keys, False, None),
+        (4, queries, True, draw_mask(4, 3).to(device)),
+    ):
         rows = (q, kv[:num_tokens, :, :16], latents[:num_tokens, 32:40], kv[:num_tokens, :, 16:])
-        torch.library.opcheck(operators.mha_prefill.op, tuple(PrefillCall(*rows, *queries, *lens, SCALE, causal)))
+        call = PrefillCall(*rows, *queries, *lens, SCALE, causal, mask)
+        torch.library.opcheck(operators.mha_prefill.op, tuple(call))
     for width in (16, 17):
         out, part = torch.randn(2, 3, 2, width, generator=generator).to(device)
         lse, part_lse = torch.randn(2, 3, 2, generator=generator).to(device)
         torch.library.opcheck(operators.merge_part.op, (out, lse, part.to(dtype), part_lse, dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_operators(dtype: torch.dtype) -> None:
-    check_operators("cpu", dtype)
-
-
-def check_in_the_interpreter() -> None:
-    check_triton(torch.float16, "cpu")
-    check_unaligned("cpu")
-    check_neighbours("triton", (16, 16, 16), "cpu")
-    check_merge_part("cpu")
-
-
 def test_in_the_interpreter() -> None:
-    run_interpreted(1, check_in_the_interpreter)
+    run_kernels("cpu", check_triton)
+
+
+@on_both
+def test_odd_rows(device: str) -> None:
+    run_kernels(device, check_unaligned, check_neighbours, check_merge_part)

@@ -16,17 +16,8 @@ from dcpmla.attention import projections
 from dcpmla.attention.mla.prefill import read_cache_rows
 from dcpmla.attention.projection_calls import ValueProjection
 from dcpmla.comm.nccl import merge_rows, weigh_rows
-from tests.attention.test_small_kernels import (
-    BLOCK_SIZE,
-    DTYPES,
-    NUM_BLOCKS,
-    ODD,
-    cut,
-    latents_case,
-    on,
-    query_case,
-    randn,
-)
+from tests.attention.test_small_kernels import BLOCK_SIZE, DTYPES, NUM_BLOCKS, ODD, latents_case, query_case
+from tests.support.kernels import cut, on, on_both, randn
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -85,7 +76,8 @@ def test_absorbed_scores_and_values_are_those_of_whole_keys(dtype: torch.dtype) 
     torch.testing.assert_close(values.view(5, heads, value), torch.einsum("ths,hvl,sl->thv", weights, w_uv, kv_c))
 
 
-def check_operators(device: str) -> None:
+@on_both
+def test_operators(device: str) -> None:
     """Check schema, shapes and strides that tracing is told, what is written: `torch.library.opcheck`."""
     for slots in ([3, -1, 0], []):
         for sizes, rope in itertools.product((ODD, (0, *ODD[1:])), (True, False)):
@@ -112,12 +104,3 @@ def check_operators(device: str) -> None:
                 weigh_rows.op,
                 on(device, [cut(randn(len(slots), 2 * num_heads, 8)), randn(2, len(slots), 2 * num_heads), 1]),
             )
-
-
-def test_operators() -> None:
-    check_operators("cpu")
-
-
-@pytest.mark.gpu
-def test_operators_on_a_gpu() -> None:
-    check_operators("cuda")

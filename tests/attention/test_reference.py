@@ -4,8 +4,7 @@ token by token.
 
 import math
 import random
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,11 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dcpmla import dcp_mla_decode, merge_partials, mla_decode
 from dcpmla.attention.backends import reference
-from dcpmla.comm.exchange import LocalExchange
-from tests.support.backends import checked_call, decode, in_parts, joined_call
-from tests.test_ownership import deal_slots
+from tests.support.backends import checked_call, decode, in_parts
 
 L, R, P, V = 6, 4, 5, 3  # latent, rope part, key and value of a head
 SCALE = 0.37
@@ -48,17 +44,30 @@ def check_close(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], atol:
 
 
 class PagedCache:
-    """A cache of NaN with sequences written into random blocks; a table's padding points nowhere."""
+    """A cache of garbage with sequences written into random blocks, and with a block of garbage alone.
 
-    def __init__(self, lens: Sequence[int], block_size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
+    Attributes:
+        block_table: Its padding points nowhere, or to the block of garbage (`pads_with_block`).
+    """
+
+    def __init__(
+        self,
+        lens: Sequence[int],
+        block_size: int,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        garbage: float = math.nan,
+        pads_with_block: bool = False,
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.sequences = [
             torch.randn(length, L + R, generator=generator, dtype=torch.float64).to(dtype) for length in lens
         ]
         counts = [len(range(0, length, block_size)) for length in lens]
-        ids = random.Random(seed).sample(range(sum(counts) + 3), sum(counts))
-        self.kv_cache = torch.full((len(ids) + 3, block_size, L + R), torch.nan, dtype=dtype)
-        self.block_table = torch.full((len(lens), max(counts, default=0) + 1), 2**31 - 1, dtype=torch.int32)
+        ids = random.Random(seed).sample(range(1, sum(counts) + 3), sum(counts))
+        self.kv_cache = torch.full((len(ids) + 3, block_size, L + R), garbage, dtype=dtype)
+        nowhere = 0 if pads_with_block else 2**31 - 1
+        self.block_table = torch.full((len(lens), max(counts, default=0) + 1), nowhere, dtype=torch.int32)
         self.seq_lens = torch.tensor(lens, dtype=torch.int32)
         for sequence, row, count in zip(self.sequences, self.block_table, counts, strict=True):
             blocks = [ids.pop() for _ in range(count)]
@@ -80,43 +89,51 @@ def naive_decode(q: Tensor, sequences: Sequence[Tensor], scale: float, kv_lora_r
 
 
 @given(
-    lens=st.lists(st.one_of(st.just(0), st.integers(0, 20)), min_size=1, max_size=5),
-    num_heads=st.integers(1, 3),
-    block_size=st.sampled_from([1, 3, 8]),
+    requests=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 20)), min_size=1, max_size=5),
+    sizes=st.tuples(st.integers(1, 3), st.sampled_from([1, 3, 8])),
+    garbage=st.tuples(st.sampled_from([math.nan, math.inf, -math.inf, 1e30]), st.booleans()),
+    is_uniform=st.booleans(),
+    padding=st.integers(0, 2),
     seed=st.integers(0, 10**6),
 )
-def test_decode(lens: list[int], num_heads: int, block_size: int, seed: int) -> None:
-    """Ragged lengths, some empty, NaN wherever nobody wrote."""
-    cache = PagedCache(lens, block_size, seed=seed)
-    q = torch.randn(len(lens), num_heads, L + R, generator=torch.Generator().manual_seed(seed + 1))
-    got = decode(q, cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L)
-    assert got[0].shape == (len(lens), num_heads, L)
-    check_close(got, naive_decode(q, cache.sequences, SCALE))
-    parts = decode(in_parts(q, L), cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L)
-    assert all(map(torch.equal, parts, got))
-
-
-def test_decode_of_empty_requests() -> None:
-    cache = PagedCache([0, 0], 4)
-    out, lse = mla_decode(
-        joined_call(torch.randn(2, 3, L + R), cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L)
-    )
-    assert torch.equal(out, torch.zeros(2, 3, L))
-    assert torch.equal(lse, torch.full((2, 3), -math.inf))
-
-
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
-def test_rows_behind_the_last_token_never_leak(garbage: float) -> None:
-    """Block 0 is shared by the padding of all tables, as the step's metadata pads."""
-    cache = PagedCache([5, 0, 9, 1], 4)
-    kv_cache = cache.kv_cache.where(~cache.kv_cache.isnan(), garbage)
-    kv_cache = torch.cat([torch.full((1, 4, L + R), garbage), kv_cache])
-    padding = torch.arange(cache.block_table.shape[1]) * 4 >= cache.seq_lens[:, None]
-    q = torch.randn(4, 2, L + R)
-    got = mla_decode(
-        joined_call(q, kv_cache, (cache.block_table + 1).masked_fill(padding, 0), cache.seq_lens, SCALE, L)
-    )
-    check_close(got, naive_decode(q, cache.sequences, SCALE))
+def test_decode(
+    requests: list[tuple[int, int]],
+    sizes: tuple[int, int],
+    garbage: tuple[float, bool],
+    is_uniform: bool,
+    padding: int,
+    seed: int,
+) -> None:
+    """Ragged lengths, some empty. Query tokens of a request share its blocks; each sees the first tokens of the cache,
+    up to its own bound; padding sees none.
+    """
+    draw, (num_heads, block_size) = random.Random(seed), sizes
+    query_lens = [requests[0][0] if is_uniform else query for query, _ in requests]
+    lens = [length for _, length in requests]
+    cache = PagedCache(lens, block_size, seed=seed, garbage=garbage[0], pads_with_block=garbage[1])
+    bounds = [
+        sorted(draw.randint(length if query == 1 else 0, length) for _ in range(query))
+        for query, length in zip(query_lens, lens, strict=True)
+    ]
+    sequences = [cache.sequences[request][:bound] for request, seen in enumerate(bounds) for bound in seen]
+    seq_lens = torch.tensor([bound for seen in bounds for bound in seen], dtype=torch.int32)
+    q = torch.randn(len(sequences), num_heads, L + R, generator=torch.Generator().manual_seed(seed))
+    wanted = naive_decode(q, sequences, SCALE)
+    rows = cache.kv_cache, cache.block_table
+    if is_uniform:
+        got = decode(q, *rows, seq_lens, SCALE, L, max_query_len=query_lens[0])
+        assert got[0].shape == (len(q), num_heads, L)
+        check_close(got, wanted)
+        parts = decode(in_parts(q, L), *rows, seq_lens, SCALE, L, max_query_len=query_lens[0])
+        assert all(map(torch.equal, parts, got))
+    start_loc = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
+    padded_q = torch.cat([q, q[:1].expand(padding, -1, -1)])
+    padded_lens = torch.cat([seq_lens, seq_lens.new_zeros(padding)])
+    ragged = {"query_start_loc": start_loc, "max_query_len": max(query_lens)}
+    out, lse = decode(padded_q, *rows, padded_lens, SCALE, L, **ragged)
+    check_close((out[: len(q)], lse[: len(q)]), wanted)
+    assert not out[len(q) :].any()
+    assert (lse[len(q) :] == -math.inf).all()
 
 
 @pytest.mark.parametrize("magnitude", [1e-4, 1e3])
@@ -159,49 +176,6 @@ def test_decode_of_strided_views() -> None:
     )
 
 
-def test_decode_of_shards_merges_to_the_whole() -> None:
-    """W = 3, I = 2: two requests dealt out over three caches, one of them too short for the last rank."""
-    lens, size, interleave, block_size = [23, 3], 3, 2, 4
-    generator = torch.Generator().manual_seed(5)
-    sequences = [torch.randn(length, L + R, generator=generator) for length in lens]
-    tables = [[4, 0], [2]]
-    caches = [torch.full((5, block_size, L + R), torch.nan) for _ in range(size)]
-    local_lens = [[0, 0] for _ in range(size)]
-    for request, (sequence, table) in enumerate(zip(sequences, tables, strict=True)):
-        for latent, (rank, slot) in zip(
-            sequence, deal_slots(len(sequence), table, block_size, size, interleave), strict=True
-        ):
-            caches[rank].view(-1, L + R)[slot] = latent
-            local_lens[rank][request] += 1
-    assert local_lens[2][1] == 0
-    q = torch.randn(2, 2, L + R, generator=generator)
-    block_table = torch.tensor([[4, 0], [2, 0]], dtype=torch.int32)
-    parts = [
-        dcp_mla_decode(
-            joined_call(q, cache, block_table, torch.tensor(local, dtype=torch.int32), SCALE, L), LocalExchange()
-        )
-        for cache, local in zip(caches, local_lens, strict=True)
-    ]
-    merged = merge_partials(torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts]))
-    check_close(merged, naive_decode(q, sequences, SCALE))
-
-
-def test_absorbed_attention_is_multi_head_attention() -> None:
-    """W_UK moved into the query and W_UV behind the attention: the heads that up-projection would have made."""
-    num_heads, length = 3, 11
-    cache = PagedCache([length], 4, dtype=torch.float64)
-    w_uk, w_uv = torch.randn(num_heads, P, L, dtype=torch.float64), torch.randn(num_heads, V, L, dtype=torch.float64)
-    q_nope, q_pe = torch.randn(1, num_heads, P, dtype=torch.float64), torch.randn(1, num_heads, R, dtype=torch.float64)
-    q = torch.cat([torch.einsum("thp,hpl->thl", q_nope, w_uk), q_pe], -1)
-    latent, lse = decode(q, cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L)
-    kv_c, k_pe = cache.sequences[0].split([L, R], -1)
-    keys = torch.stack([torch.cat([kv_c @ w_uk[head].T, k_pe], -1) for head in range(num_heads)], 1)
-    values = torch.stack([kv_c @ w_uv[head].T for head in range(num_heads)], 1)
-    wanted, wanted_lse = attend_heads(torch.cat([q_nope, q_pe], -1)[0], keys, values, SCALE)
-    torch.testing.assert_close(torch.einsum("hl,hvl->hv", latent[0], w_uv), wanted, atol=1e-12, rtol=0)
-    torch.testing.assert_close(lse[0].double(), wanted_lse, atol=1e-6, rtol=0)
-
-
 @pytest.mark.parametrize("max_gathered", [1, 100, 1000])
 def test_decode_in_tiles_is_the_same(monkeypatch: pytest.MonkeyPatch, max_gathered: int) -> None:
     cache = PagedCache([6, 0, 11, 3, 9], 4)
@@ -216,74 +190,13 @@ def test_decode_in_tiles_is_the_same(monkeypatch: pytest.MonkeyPatch, max_gather
     assert len(calls) == {1: 5, 100: 5, 1000: 1}[max_gathered]
 
 
-@pytest.mark.parametrize("function", [lambda *args: reference.mla_decode(checked_call(*args)), decode])
-def test_inputs_are_left_alone(function: Callable[..., Any]) -> None:
-    cache = PagedCache([5, 0], 4)
-    q = torch.randn(2, 2, L + R)
-    kept = [tensor.clone() for tensor in (q, cache.kv_cache, cache.block_table, cache.seq_lens)]
-    function(q, cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L)
-    for tensor, before in zip((q, cache.kv_cache, cache.block_table, cache.seq_lens), kept, strict=True):
-        torch.testing.assert_close(tensor, before, atol=0, rtol=0, equal_nan=True)
-
-
 def test_decode_of_nothing() -> None:
-    cache = PagedCache([3], 4)
-    out, lse = mla_decode(
-        joined_call(torch.empty(0, 2, L + R), cache.kv_cache, cache.block_table[:0], cache.seq_lens[:0], SCALE, L)
-    )
+    cache, none = PagedCache([3], 4), torch.zeros(1, dtype=torch.int32)
+    out, lse = decode(torch.empty(0, 2, L + R), cache.kv_cache, cache.block_table[:0], none[:0], SCALE, L)
     assert (out.shape, lse.shape) == ((0, 2, L), (0, 2))
-    out, lse = mla_decode(
-        joined_call(
-            torch.randn(1, 2, L + R),
-            cache.kv_cache,
-            cache.block_table[:, :0],
-            torch.zeros(1, dtype=torch.int32),
-            SCALE,
-            L,
-        )
-    )
+    out, lse = decode(torch.randn(1, 2, L + R), cache.kv_cache, cache.block_table[:, :0], none, SCALE, L)
     assert torch.equal(out, torch.zeros(1, 2, L))
     assert torch.equal(lse, torch.full((1, 2), -math.inf))
-
-
-@given(
-    requests=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 20)), min_size=1, max_size=5),
-    is_uniform=st.booleans(),
-    padding=st.integers(0, 2),
-    seed=st.integers(0, 10**6),
-)
-def test_several_query_tokens_see_as_much_as_each_is_told(
-    requests: list[tuple[int, int]], is_uniform: bool, padding: int, seed: int
-) -> None:
-    """Query tokens of a request share its blocks; each sees the first tokens of the cache, up to its own bound; padding
-    sees none.
-    """
-    draw = random.Random(seed)
-    query_lens = [requests[0][0] if is_uniform else query for query, _ in requests]
-    cache = PagedCache([length for _, length in requests], 4, seed=seed)
-    bounds = [
-        sorted(draw.randint(0, length) for _ in range(query))
-        for query, (_, length) in zip(query_lens, requests, strict=True)
-    ]
-    sequences = [cache.sequences[request][:bound] for request, seen in enumerate(bounds) for bound in seen]
-    seq_lens = torch.tensor([bound for seen in bounds for bound in seen], dtype=torch.int32)
-    q = torch.randn(len(sequences), 2, L + R, generator=torch.Generator().manual_seed(seed))
-    wanted = naive_decode(q, sequences, SCALE)
-    if is_uniform:
-        uniform = mla_decode(
-            joined_call(q, cache.kv_cache, cache.block_table, seq_lens, SCALE, L, max_query_len=query_lens[0])
-        )
-        check_close(uniform, wanted)
-    start_loc = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
-    padded_q, padded_lens = (
-        torch.cat([q, q[:1].expand(padding, -1, -1)]),
-        torch.cat([seq_lens, seq_lens.new_zeros(padding)]),
-    )
-    ragged = {"query_start_loc": start_loc, "max_query_len": max(query_lens)}
-    out, lse = decode(padded_q, cache.kv_cache, cache.block_table, padded_lens, SCALE, L, **ragged)
-    check_close((out[: len(q)], lse[: len(q)]), wanted)
-    assert not out[len(q) :].any()
-    assert (lse[len(q) :] == -math.inf).all()
 
 
 def test_decode_is_an_operator_of_torch() -> None:

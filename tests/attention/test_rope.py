@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import apply_rotary_emb
@@ -33,79 +33,42 @@ def as_batch(x: Tensor) -> Tensor:
     return x.view(len(x), -1, x.shape[-1]).transpose(0, 1)[None]
 
 
-@pytest.mark.parametrize("factor", [1.0, 1.3])
-@pytest.mark.parametrize("shape", [(T, R), (T, H, R), (1, 1, R), (1, R)])
-def test_interleaved_is_deepseek_v3s(shape: tuple[int, ...], factor: float) -> None:
-    x, (cos, sin) = torch.randn(shape), angles(shape[0], factor=factor)
+def deepseek_v3s(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool) -> Tensor:
+    """Rotate pairs, which it leaves split into halves, or halves."""
     doubled = [torch.cat([table, table], -1)[None] for table in (cos, sin)]
-    expected, _ = apply_rotary_pos_emb_interleave(as_batch(x), as_batch(x), *doubled)
-    rotated = apply_rope(x, torch.cat([cos, sin], -1), interleaved=True)
-    assert rotated.shape == x.shape
-    torch.testing.assert_close(as_batch(deinterleave(rotated)), expected, atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize("factor", [1.0, 1.3])
-@pytest.mark.parametrize("shape", [(T, R), (T, H, R)])
-def test_interleaved_is_deepseek_v2s(shape: tuple[int, ...], factor: float) -> None:
-    """There pairs stay where they were, as here."""
-    x, (cos, sin) = torch.randn(shape), angles(factor=factor)
-    expected, _ = apply_rotary_emb(as_batch(x), as_batch(x), torch.complex(cos, sin)[None])
-    torch.testing.assert_close(
-        as_batch(apply_rope(x, torch.cat([cos, sin], -1), interleaved=True)), expected, atol=1e-6, rtol=1e-6
-    )
+    rotate = apply_rotary_pos_emb_interleave if is_interleaved else apply_rotary_pos_emb
+    return rotate(as_batch(x), as_batch(x), *doubled)[0]
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.3])
 @pytest.mark.parametrize("shape", [(T, R), (T, H, R), (1, 1, R), (1, R)])
-def test_halves_are_neoxs(shape: tuple[int, ...], factor: float) -> None:
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rotation_is_transformers(interleaved: bool, shape: tuple[int, ...], factor: float) -> None:
+    """DeepSeek-V2's pairs are where they were, as here."""
     x, (cos, sin) = torch.randn(shape), angles(shape[0], factor=factor)
-    doubled = [torch.cat([table, table], -1)[None] for table in (cos, sin)]
-    expected, _ = apply_rotary_pos_emb(as_batch(x), as_batch(x), *doubled)
-    rotated = apply_rope(x, torch.cat([cos, sin], -1), interleaved=False)
-    torch.testing.assert_close(as_batch(rotated), expected, atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize("interleaved", [True, False])
-def test_scores_depend_on_distance_only(interleaved: bool) -> None:
-    """A rotary embedding makes q at position m and k at n see m - n alone."""
-    frequencies = 10000.0 ** (-torch.arange(0, R, 2, dtype=torch.float64) / R)
-    positions = torch.tensor([[3, 1], [103, 101], [1002, 1000]], dtype=torch.float64)
-    q, k = torch.randn(2, 1, R, dtype=torch.float64).expand(2, 3, R)
-    theta = positions[..., None] * frequencies
-    tables = torch.cat([theta.cos(), theta.sin()], -1)
-    scores = (apply_rope(q, tables[:, 0], interleaved) * apply_rope(k, tables[:, 1], interleaved)).sum(-1)
-    torch.testing.assert_close(scores, scores[:1].expand(3), atol=1e-10, rtol=0)
-
-
-@pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_rows_are_rotated_in_float32_and_rounded_once(interleaved: bool, dtype: torch.dtype) -> None:
-    x, (cos, sin) = torch.randn(T, H, R).to(dtype), angles()
-    tables = torch.cat([cos, sin], -1)
-    rotated = apply_rope(x, tables, interleaved)
-    assert rotated.dtype == dtype
-    assert torch.equal(rotated, apply_rope(x.float(), tables, interleaved).to(dtype))
-
-
-@pytest.mark.parametrize("interleaved", [True, False])
-def test_float64_stays_float64_and_the_input_stays_as_it_was(interleaved: bool) -> None:
-    x, (cos, sin) = torch.randn(T, R, dtype=torch.float64), angles()
-    kept = x.clone()
     rotated = apply_rope(x, torch.cat([cos, sin], -1), interleaved)
-    assert rotated.dtype == torch.float64
-    assert torch.equal(x, kept)
-    torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1), atol=1e-6, rtol=1e-6)  # a rotation
+    assert rotated.shape == x.shape
+    found = as_batch(deinterleave(rotated) if interleaved else rotated)
+    torch.testing.assert_close(found, deepseek_v3s(x, cos, sin, interleaved), atol=1e-6, rtol=1e-6)
+    if interleaved:
+        expected, _ = apply_rotary_emb(as_batch(x), as_batch(x), torch.complex(cos, sin)[None])
+        torch.testing.assert_close(as_batch(rotated), expected, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
-def test_strided_rows(interleaved: bool) -> None:
-    """The rope part is cut out of a wider projection."""
-    wide, (cos, sin) = torch.randn(T, H, 5 + R), angles()
-    tables = torch.cat([cos, sin], -1)
-    part = wide[..., 5:]
-    assert torch.equal(apply_rope(part, tables, interleaved), apply_rope(part.contiguous(), tables, interleaved))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_rows_are_rotated_in_float32_at_least_and_rounded_once(interleaved: bool, dtype: torch.dtype) -> None:
+    """The rope part is cut out of a wider projection, and stays as it was."""
+    wide, (cos, sin) = torch.randn(T, H, 5 + R).to(dtype), angles()
+    tables, kept = torch.cat([cos, sin], -1), wide.clone()
+    rotated = apply_rope(wide[..., 5:], tables, interleaved)
+    assert rotated.dtype == dtype
+    exact = apply_rope(wide[..., 5:].contiguous().to(torch.promote_types(dtype, torch.float32)), tables, interleaved)
+    assert torch.equal(rotated, exact.to(dtype))
+    assert torch.equal(wide, kept)
 
 
+@example(positions=[0, 15, 16, 31, 32], beta=0.5, original=16)  # steps at multiples
 @given(
     positions=st.lists(st.integers(0, 2**22), min_size=1, max_size=8),
     beta=st.sampled_from([0.1, 0.3, 1.0]),
@@ -119,9 +82,3 @@ def test_llama_4_factor_is_mistral_4s(positions: list[int], beta: float, origina
     torch.testing.assert_close(factor, theirs, atol=1e-6, rtol=1e-6)
     by_hand = [1 + beta * math.log(1 + position // original) for position in positions]
     torch.testing.assert_close(factor.double(), torch.tensor(by_hand, dtype=torch.float64), atol=1e-5, rtol=1e-5)
-
-
-def test_llama_4_factor_steps_at_multiples() -> None:
-    factor = llama_4_factor(torch.tensor([0, 15, 16, 31, 32]), 0.5, 16)
-    expected = [1, 1, 1 + 0.5 * math.log(2), 1 + 0.5 * math.log(2), 1 + 0.5 * math.log(3)]
-    assert factor.tolist() == pytest.approx(expected, abs=1e-6)

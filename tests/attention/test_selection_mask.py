@@ -1,6 +1,7 @@
-"""The mask of selected positions, and kernels of prefill under a mask."""
+"""The mask of selected positions, and prefill over them, the whole path: against float64 over the selection."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,18 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dcpmla import DCPConfig, dcp_mla_prefill
 from dcpmla.attention.backends import obstacles
-from dcpmla.attention.backends.calls import PrefillCall
 from dcpmla.attention.backends.choice import PREFILL_BACKENDS
 from dcpmla.attention.backends.mask import selection_mask, unpack_mask
-from dcpmla.attention.mla import prefill as operators
-from tests.attention.test_prefill_backends import DEEPSEEK, LARGER_CASES, find_kernel
-from tests.attention.test_prefill_compile import compile_for_hopper
-from tests.support.backends import as_kernel, prefill_call
-from tests.support.prefill_checks import SCALE, Case, check_prefill, segments
-from tests.support.shared_memory import run_interpreted
+from dcpmla.attention.step.metadata import StepBuilder
+from dcpmla.attention.step.table import StepRequests
+from dcpmla.comm.exchange import LocalExchange
+from tests.attention.test_reference import SCALE, L, P, R, V
+from tests.support.backends import prefill_call, up
+from tests.support.hopper import ptx_for_hopper
+from tests.support.kernels import on_both, run_kernels
+from tests.support.layouts import dcp_config
+from tests.support.prefill_checks import segments
+from tests.support.sharded_context import ShardedContext
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
 
 def select(seq_lens: Sequence[int], topk: int, seed: int = 0) -> Tensor:
@@ -84,52 +89,22 @@ def check_mask_kernel(device: str) -> None:
         assert expected.count_nonzero()
 
 
-# ---- kernels under a mask
-
-MASKED_BACKENDS = ("hopper", "triton")
-CASES: dict[str, Case] = {
-    "causal": ([37, 1, 150], None, 2, (32, 16, 32)),
-    "context": ([5, 70, 33], [64, 1, 300], 2, (32, 16, 32)),
-    "requests without keys": ([3, 40, 2], [0, 20, 0], 1, (16, 16, 16)),
-    "DeepSeek-V3": ([17, 5], [170, 20], 1, (128, 64, 128)),
-    "GLM-5": ([9, 70], None, 1, (192, 64, 256)),
-}
-
-
-def draw_mask(num_tokens: int, num_keys: int) -> Tensor:
-    """Return rows of all bits, none, one, few, and of few among the last or the first keys: tiles before or after them
-    are empty.
-    """
-    bits = torch.rand(num_tokens, num_keys, generator=torch.Generator().manual_seed(2)) < 0.1
-    bits[1::7], bits[2::7], bits[3::7] = True, False, False
-    bits[3::7, num_keys // 2] = True
-    bits[4::7, : num_keys - num_keys // 4] = False
-    bits[5::7, num_keys // 4 :] = False
-    padded = torch.nn.functional.pad(bits, (0, -num_keys % 32)).unflatten(1, (-1, 32))
-    return (padded.long() << torch.arange(32)).sum(-1).to(torch.int32)
-
-
-def check_in_the_interpreter() -> None:
-    from dcpmla.attention.triton import prefill as kernels
-
-    check_mask_kernel("cpu")
-    for case in CASES.values():
-        check_prefill(kernels.run, case, torch.float16, "cpu", draw_mask)
-    for tiling in kernels.TILINGS[1:]:  # half a word of keys, one, two
-        kernels.TILINGS = (tiling,)
-        check_prefill(kernels.run, CASES["causal"], torch.float16, "cpu", draw_mask)
-
-
-def test_in_the_interpreter() -> None:
-    run_interpreted(1, check_in_the_interpreter)
+@on_both
+def test_the_kernel(device: str) -> None:
+    run_kernels(device, check_mask_kernel)
 
 
 def test_mask_kernel_compiles_for_hopper() -> None:
     from dcpmla.attention.triton.mask import selection_mask_kernel
 
-    types = {f"{name}_ptr": "*i32" for name in ("positions", "query_start_loc", "first_position", "words")}
-    compiled = compile_for_hopper(selection_mask_kernel, types, {"TOPK": 2048, "BLOCK": 2048}, {"num_warps": 8})
-    assert "sm_90a" in compiled.asm["ptx"]
+    ptx_for_hopper(selection_mask_kernel, "i32", {"TOPK": 2048, "BLOCK": 2048})
+
+
+@on_both
+def test_operator(device: str) -> None:
+    """Check schema and the shapes of tracing: `torch.library.opcheck`."""
+    start_loc, first = segments([3, 1], device).start_loc, torch.tensor([7, 0], dtype=torch.int32, device=device)
+    torch.library.opcheck(selection_mask.op, (select([8, 9, 10, 4], 5).to(device), start_loc, first, 40))
 
 
 def test_a_mask_passes_over_kernels_that_take_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,78 +120,32 @@ def test_a_mask_passes_over_kernels_that_take_none(monkeypatch: pytest.MonkeyPat
             assert next(backend.name for backend in PREFILL_BACKENDS if not backend.obstacle(call)) == name
 
 
-def check_operators(device: str, dtype: torch.dtype) -> None:
-    """Check schema and the shapes of tracing: `torch.library.opcheck`."""
-    lens, generator = segments([3, 1], device), torch.Generator().manual_seed(0)
-    positions = select([8, 9, 10, 4], 5).to(device)
-    torch.library.opcheck(
-        selection_mask.op, (positions, lens.start_loc, torch.tensor([7, 0], dtype=torch.int32, device=device), 40)
-    )
+@pytest.mark.parametrize(("size", "interleave", "block_size"), [(1, 1, 4), (2, 1, 4), (3, 2, 4), (4, 4, 4)])
+def test_prefill_over_selected_positions(size: int, interleave: int, block_size: int) -> None:
+    """Context in several chunks, of other lengths, or none; tokens that select all they have, one position, none of a
+    segment.
+    """
+    query_lens, context_lens, topk = [5, 3, 34], [137, 0, 2], 9
+    seq_lens = [query + context for query, context in zip(query_lens, context_lens, strict=True)]
+    dcp = dcp_config(size, size, interleave, block_size=block_size)
+    workspace = -(-44 // dcp.chunk_alignment) * dcp.chunk_alignment  # shared by two requests
+    positions = select(seq_lens_of_tokens(query_lens, seq_lens), topk)
+    positions[0], positions[1] = torch.arange(topk) * 15, -1  # context alone, in all chunks; one position of it
+    positions[1, topk // 2] = 70
+    positions[2] = torch.tensor([139, 137, 138] + [-1] * (topk - 3))  # new tokens alone
+    context = ShardedContext(replace(dcp, context_workspace_tokens=workspace), query_lens, context_lens)
+    context.check(min_chunks=3, positions=positions)
+
+
+def test_positions_of_other_tokens() -> None:
+    prefill = StepBuilder(DCPConfig(block_size=4), 0).build(StepRequests([3], [3], [[0]])).prefill
+    assert prefill is not None
     rows = (
-        torch.randn(shape, generator=generator).to(device, dtype)
-        for shape in ((4, 2, 24), (4, 2, 16), (4, 8), (4, 2, 16))
+        torch.zeros(3, 2, P + R),
+        torch.zeros(3, L),
+        torch.zeros(3, R),
+        torch.zeros(1, 4, L + R),
+        up(torch.zeros(2, P + V, L)),
     )
-    call = PrefillCall(*rows, *lens, *lens, SCALE, True, draw_mask(4, 3).to(device))
-    torch.library.opcheck(operators.mha_prefill.op, tuple(call))
-
-
-def test_operators() -> None:
-    check_operators("cpu", torch.float32)
-
-
-# ---- on GPUs
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", CASES | LARGER_CASES)
-@pytest.mark.parametrize("name", MASKED_BACKENDS)
-def test_masked_kernel_on_a_gpu(name: str, case: str, dtype: torch.dtype) -> None:
-    lens_and_dims = (CASES | LARGER_CASES)[case]
-    check_prefill(find_kernel(name, lens_and_dims[3], dtype), lens_and_dims, dtype, "cuda", draw_mask)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", MASKED_BACKENDS)
-def test_a_mask_of_all_keys_on_a_gpu(name: str) -> None:
-    """The same result as without a mask, although bits past a request's keys are set."""
-    mha_prefill = as_kernel(find_kernel(name, DEEPSEEK, torch.bfloat16), PrefillCall)
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def rows(*shape: int) -> Tensor:
-        return torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator)
-
-    for query_lens, key_lens in (([300, 1, 129], [300, 1, 129]), ([300, 1, 129], [64, 0, 777])):
-        queries, keys = segments(query_lens, "cuda"), segments(key_lens, "cuda")
-        num_tokens, num_keys = queries.start[-1], keys.start[-1]
-        call = rows(num_tokens, 5, 192), rows(num_keys, 5, 128), rows(num_keys, 64), rows(num_keys, 5, 128)
-        mask = torch.full((num_tokens, -(-max(key_lens) // 32)), -1, dtype=torch.int32, device="cuda")
-        sizes = *queries, *keys, SCALE, query_lens == key_lens
-        (out, lse), (expected, expected_lse) = mha_prefill(*call, *sizes, mask), mha_prefill(*call, *sizes)
-        torch.testing.assert_close(out, expected, atol=1e-3, rtol=1e-2)
-        torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-6)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", MASKED_BACKENDS)
-def test_masks_past_2_31_words(name: str) -> None:
-    """Rows of a mask whose offset in words takes more than 32 bits."""
-    mha_prefill = as_kernel(find_kernel(name, DEEPSEEK, torch.bfloat16), PrefillCall)
-    num_tokens, num_keys = 65_600, 200
-    mask = torch.zeros(num_tokens, 32_800, device="cuda", dtype=torch.int32)  # 8.6 GB
-    mask[-1, 5] = 1 << 7
-    kv = torch.randn(num_keys, 1, 256, device="cuda", dtype=torch.bfloat16)
-    k_pe = torch.randn(num_keys, 64, device="cuda", dtype=torch.bfloat16)
-    q = torch.randn(num_tokens, 1, 192, device="cuda", dtype=torch.bfloat16)
-    queries, keys = segments([num_tokens], "cuda"), segments([num_keys], "cuda")
-    out, lse = mha_prefill(q, kv[..., :128], k_pe, kv[..., 128:], *queries, *keys, SCALE, False, mask)
-    assert torch.equal(out[-1], kv[5 * 32 + 7, :, 128:])
-    assert lse[-1].isfinite().all()
-    assert not out[:-1].any()
-    assert (lse[:-1] == -torch.inf).all()
-
-
-@pytest.mark.gpu
-def test_operators_on_a_gpu() -> None:
-    check_mask_kernel("cuda")
-    check_operators("cuda", torch.bfloat16)
+    with pytest.raises(ValueError, match="selected_positions has 4 rows; expected one for each of the 3 tokens of q"):
+        dcp_mla_prefill(*rows, prefill, SCALE, LocalExchange(), selected_positions=select([1, 2, 3, 4], 2))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dcpmla.cache.shared_format import rows_shape
 from dcpmla.cache.shared_rows import read_rows, write_rows
+from tests.attention.test_output_formats import e4m3
 
 POISON = 0xA5
 POSITIVE = np.array([code * 2.0**-9 for code in range(8)] + [(8 + c % 8) * 2.0 ** (c // 8 - 10) for c in range(8, 127)])
@@ -32,15 +33,6 @@ def to_bfloat16(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
-def to_e4m3(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the nearest codes, of two the even one."""
-    size = np.abs(values)
-    above = np.clip(np.searchsorted(POSITIVE, size), 1, len(POSITIVE) - 1)
-    distance = (POSITIVE[above] - size) - (size - POSITIVE[above - 1])
-    code = np.where(distance < 0, above, np.where(distance > 0, above - 1, above - above % 2))
-    return (code + 128 * np.signbit(values)).astype(np.uint8)
-
-
 def encode(row: np.ndarray[Any, Any]) -> tuple[bytes, bytes]:
     """Encode a row as its data and its scales, from the words that describe the format."""
     halves = to_bfloat16(row)
@@ -50,7 +42,7 @@ def encode(row: np.ndarray[Any, Any]) -> tuple[bytes, bytes]:
         exponent = -150
         while max(np.abs(tile).max(), 1e-4) > 448 * 2.0**exponent:
             exponent += 1
-        data += to_e4m3(tile / 2.0**exponent).tobytes()
+        data += e4m3(tile / 2.0**exponent).tobytes()
         scales += bytes([exponent + 127])
     return data + halves[-64:].tobytes(), scales.ljust(8, b"\0")
 

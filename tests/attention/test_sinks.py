@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.output.sinks import apply_sinks
-from tests.attention.test_decode_compile import compile_for_hopper
-from tests.support.shared_memory import run_interpreted
+from tests.support.hopper import compile_for_hopper
+from tests.support.kernels import on_both, run_kernels
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
@@ -29,21 +29,17 @@ def test_a_sink_is_one_more_logit() -> None:
     expected = torch.cat([logits, sinks.double().expand(7, 3)[..., None]], -1).softmax(-1)[..., :-1] @ values
     out = apply_sinks(logits.softmax(-1) @ values, logits.logsumexp(-1).float(), sinks)
     torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-6)
-
-
-def test_empty_rows_are_zeros() -> None:
-    out, lse, sinks = make_case(3, 2, 4, torch.float32)
-    assert torch.equal(apply_sinks(out, lse, sinks)[0, 1], torch.zeros(4))
+    assert torch.equal(apply_sinks(*make_case(3, 2, 4, torch.float32))[0, 1], torch.zeros(4))  # an empty row
 
 
 def test_the_custom_op() -> None:
     torch.library.opcheck(apply_sinks.op, make_case(3, 2, 4, torch.bfloat16))
 
 
-def check_kernel(device: str, dtypes: tuple[torch.dtype, ...]) -> None:
+def check_kernel(device: str) -> None:
     from dcpmla.attention.triton import sinks as kernels
 
-    for dtype in dtypes:
+    for dtype in TOLERANCE if device == "cuda" else (torch.float32, torch.float16):
         for sizes in ((5, 3, 20), (1, 16, 512), (0, 2, 8), (33, 2, 256)):
             case = make_case(*sizes, dtype)
             scaled = kernels.apply_sinks(*(tensor.to(device) for tensor in case)).cpu()
@@ -51,17 +47,9 @@ def check_kernel(device: str, dtypes: tuple[torch.dtype, ...]) -> None:
             torch.testing.assert_close(scaled, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-def check_in_the_interpreter() -> None:
-    check_kernel("cpu", (torch.float32, torch.float16))
-
-
-def test_the_kernel_in_the_interpreter() -> None:
-    run_interpreted(1, check_in_the_interpreter)
-
-
-@pytest.mark.gpu
-def test_the_kernel() -> None:
-    check_kernel("cuda", tuple(TOLERANCE))
+@on_both
+def test_the_kernel(device: str) -> None:
+    run_kernels(device, check_kernel)
 
 
 def test_the_kernel_compiles() -> None:

@@ -5,7 +5,7 @@ They run on a GPU, in Triton's interpreter without one, and are compiled for Hop
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -15,30 +15,15 @@ from torch import Tensor
 from dcpmla.attention import head_factors, projections
 from dcpmla.attention.mla.prefill import read_cache_rows
 from dcpmla.attention.projection_calls import LatentWrite, QueryAbsorption, ValueProjection
-from tests.support.hopper import compile_source
-from tests.support.shared_memory import run_interpreted
+from tests.support.hopper import ptx_for_hopper as compile_for_hopper
+from tests.support.kernels import cut, on, on_both, randn, run_kernels
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 7
-TOLERANCE = {
-    torch.float32: 1e-5,
-    torch.bfloat16: 3e-2,
-    torch.float16: 4e-3,
-}  # the interpreter truncates, at each of three roundings
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of three roundings
 DTYPES = tuple(TOLERANCE)
 # Lq, L, R, P, V, h: DeepSeek-V3's, no query latent, nothing a power of two.
 DEEPSEEK, NO_Q_LORA, ODD = (1536, 512, 64, 128, 128, 16), (0, 512, 64, 128, 128, 16), (24, 40, 6, 12, 5, 3)
 LONG = (0, 72, 16, 140, 5, 3)  # latents and heads longer than a tile of W_UK
-
-
-def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def cut(x: Tensor) -> Tensor:
-    """Return the same rows with NaN after each: a slice of something wider."""
-    wide = x.new_full((*x.shape[:-1], x.shape[-1] + 8), torch.nan)
-    wide[..., : x.shape[-1]] = x
-    return wide[..., : x.shape[-1]]
 
 
 def latents_case(
@@ -76,21 +61,6 @@ def query_case(
     return QueryAbsorption(q, w_uk, cos_sin, interleaved, None)
 
 
-def on(device: str, arguments: Iterable[Any]) -> Any:
-    """Copy tensors to a device with their strides, also in NamedTuples; return a NamedTuple, or a list."""
-
-    def move(x: Any) -> Any:
-        if isinstance(x, tuple):
-            return on(device, x)
-        if not isinstance(x, Tensor):
-            return x
-        base = x if x._base is None else x._base
-        return base.to(device, copy=True).as_strided(x.shape, x.stride(), x.storage_offset())
-
-    moved = [move(x) for x in arguments]
-    return type(arguments)(*moved) if isinstance(arguments, tuple) else moved
-
-
 def assert_near(got: Tensor, wanted: Tensor) -> None:
     assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
     tolerance = TOLERANCE[wanted.dtype]
@@ -104,9 +74,10 @@ def with_dtypes(device: str, cases: Iterable[Any]) -> Iterator[Any]:
     return zip(cases, itertools.cycle(DTYPES), strict=False)
 
 
-def check_latents(device: str, *sizes: tuple[int, ...]) -> None:
+def check_latents(device: str) -> None:
     from dcpmla.attention.triton import projections as kernels
 
+    sizes = (DEEPSEEK, NO_Q_LORA, ODD) if device == "cuda" else (ODD, (0, *ODD[1:]))
     cases = itertools.product(sizes, (True, False), (True, False))
     for number, ((size, rope, interleaved), dtype) in enumerate(with_dtypes(device, cases)):
         arguments = latents_case(size, [3, -1, 27, -1, 0], dtype, rope, interleaved)
@@ -121,14 +92,15 @@ def check_latents(device: str, *sizes: tuple[int, ...]) -> None:
         assert int((~moved[1].isnan()).any(-1).sum()) == 3
 
 
-def check_queries(device: str, num_tokens: int, *sizes: tuple[int, ...]) -> None:
+def check_queries(device: str) -> None:
     from dcpmla.attention.triton import projections as kernels
     from dcpmla.attention.triton.rope import rotate_query_
 
-    dtypes = (
-        DTYPES if device == "cuda" else (torch.float32, torch.float16)
-    )  # the interpreter multiplies bfloat16's bits, as integers
-    for size, dtype, rope, interleaved in itertools.product(sizes, dtypes, (True, False), (True, False)):
+    # The interpreter multiplies bfloat16's bits, as integers.
+    dtypes, cases = (torch.float32, torch.float16), [(5, ODD), (19, LONG)]
+    if device == "cuda":
+        dtypes, cases = DTYPES, [*itertools.product((0, 1, 17, 130), (DEEPSEEK, ODD, LONG))]
+    for (num_tokens, size), dtype, rope, interleaved in itertools.product(cases, dtypes, (True, False), (True, False)):
         arguments = query_case(size, num_tokens, dtype, rope, interleaved)
         assert_near(kernels.absorb_query(on(device, arguments)), projections.absorb_query(arguments))
         if rope:
@@ -148,10 +120,10 @@ def check_factors(device: str) -> None:
         assert_near(kernels.scale_queries(*on(device, arguments)), head_factors.scale_queries(*arguments))
 
 
-def check_rows(device: str, width: int) -> None:
+def check_rows(device: str) -> None:
     from dcpmla.cache import kernels
 
-    for dtype in (torch.float64, *DTYPES):
+    for width, dtype in itertools.product((576, 7) if device == "cuda" else (7,), (torch.float64, *DTYPES)):
         cache = randn(NUM_BLOCKS, 3, BLOCK_SIZE, width, dtype=dtype)[:, 1]
         slots = torch.tensor([3, 3, 0, 27, 9])
         (moved,) = on(device, [cache])
@@ -159,18 +131,9 @@ def check_rows(device: str, width: int) -> None:
         assert kernels.read_cache_rows(moved, slots[:0].to(device)).shape == (0, width)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_tokens", [0, 1, 17, 130])
-def test_queries(num_tokens: int) -> None:
-    check_queries("cuda", num_tokens, DEEPSEEK, ODD, LONG)
-
-
-@pytest.mark.gpu
-def test_kernels() -> None:
-    check_latents("cuda", DEEPSEEK, NO_Q_LORA, ODD)
-    check_rows("cuda", 576)
-    check_rows("cuda", 7)
-    check_factors("cuda")
+@on_both
+def test_kernels(device: str) -> None:
+    run_kernels(device, check_latents, check_queries, check_rows, check_factors)
 
 
 @pytest.mark.gpu
@@ -212,54 +175,6 @@ def test_offsets_past_2_to_the_31() -> None:
     assert torch.equal(read_cache_rows(cache, arguments[2]), latents)
     assert cache[-1, :-1].isnan().all()
     assert cache[0].isnan().all()
-
-
-def check_in_the_interpreter() -> None:
-    check_latents("cpu", ODD, (0, *ODD[1:]))
-    check_queries("cpu", 5, ODD)
-    check_queries("cpu", 19, LONG)
-    check_rows("cpu", 7)
-    check_factors("cpu")
-
-
-def check_formats_in_the_interpreter() -> None:
-    from tests.attention import test_format_kernels as formats
-    from tests.support.interpreter import convert_as_torch
-
-    convert_as_torch()
-    formats.check_cache_rows("cpu")
-    formats.check_quantized_latents("cpu")
-    formats.check_fp8_queries("cpu")
-    formats.check_reading("cpu")
-    formats.check_rounding("cpu")
-    formats.check_refusals("cpu")
-
-
-@pytest.mark.parametrize("check", [check_in_the_interpreter, check_formats_in_the_interpreter])
-def test_kernels_in_the_interpreter(check: Callable[[], None]) -> None:
-    pytest.importorskip("triton")
-    run_interpreted(1, check)
-
-
-def compile_for_hopper(kernel: Any, dtype: str, constants: dict[str, Any], **types: str) -> str:
-    """PTX of a kernel whose pointers are to dtype where nothing else is said, and like the strides multiples of 16."""
-    from triton.compiler import ASTSource
-
-    def type_of(name: str) -> str:
-        return "constexpr" if name in constants else types.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32")
-
-    aligned = [
-        (at,)
-        for at, name in enumerate(kernel.arg_names)
-        if name not in constants and ("ptr" in name or "stride" in name)
-    ]
-    attributes = {at: [["tt.divisibility", 16]] for at in aligned}
-    source = ASTSource(
-        kernel, {name: type_of(name) for name in kernel.arg_names}, constexprs=constants, attrs=attributes
-    )
-    ptx = str(compile_source(source).asm["ptx"])
-    assert "sm_90a" in ptx
-    return ptx
 
 
 ROPE = {"ROPE": 64, "PAIRS": 32, "INTERLEAVED": True}

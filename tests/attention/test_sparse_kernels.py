@@ -4,6 +4,7 @@ They run on a GPU, in Triton's interpreter without one, and are compiled for Hop
 """
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ from dcpmla.attention.select import projections, scores
 from dcpmla.attention.select.calls import IndexNorm, IndexQueries, IndexRotation
 from dcpmla.cache.formats import FP8
 from dcpmla.cache.index_keys import index_row_width, index_to_fp8, read_index_keys, write_index_keys
-from tests.attention.test_small_kernels import compile_for_hopper, cut, on, randn
-from tests.support.shared_memory import run_interpreted
+from tests.support.hopper import ptx_for_hopper
+from tests.support.kernels import cut, on, on_both, randn, run_kernels
 
 NOWHERE = 10**9  # a block that is not there
 TOPK = 30
@@ -65,11 +66,25 @@ def scores_case(
     return [q, weights, cache, table, request, seq_lens, local_seq_lens, TOPK]
 
 
-def check_scores(device: str, *cases: tuple[list[tuple[int, int, int]], int, int, int, torch.dtype, bool]) -> None:
+def cases_of_scores(device: str) -> list[tuple[list[tuple[int, int, int]], int, int, int, torch.dtype, bool]]:
+    """Return tokens, heads, widths, sizes of blocks, dtypes and whether keys are in fp8."""
+    half = torch.float16  # the interpreter multiplies bfloat16's bits, as integers
+    if device == "cpu":
+        cases = [(PREFILL, 4, 32, 16, half, True), (PREFILL, 5, 24, 64, half, False), (DECODE, 32, 16, 128, half, True)]
+        return [*cases, (DECODE, 16, 128, 48, half, False), (PREFILL[15:], 128, 64, 64, half, True)]
+    sizes = (64, 128, 64), (32, 128, 64), (4, 32, 16), (5, 24, 48), (32, 16, 16), (128, 64, 128)
+    many = [
+        (each, before, before - each) for each in range(3) for before in range(1000 + 700 * each, 1200 + 700 * each)
+    ]
+    options = itertools.product((PREFILL, DECODE, many), sizes, (torch.bfloat16, half), (True, False))
+    return [(tokens, *size, dtype, fp8) for tokens, size, dtype, fp8 in options]
+
+
+def check_scores(device: str) -> None:
     """Compare with the torch code, and bits whatever else is scored: tokens of its request, of others, none."""
     from dcpmla.attention.select.kernels.index_scores import index_scores
 
-    for case in cases:
+    for case in cases_of_scores(device):
         arguments = scores_case(*case)
         moved = on(device, arguments)
         arguments[3].masked_fill_(arguments[3] == NOWHERE, 0)  # the torch code looks at rows that are not scored
@@ -93,10 +108,15 @@ def check_scores(device: str, *cases: tuple[list[tuple[int, int, int]], int, int
         torch.testing.assert_close(alone[is_scored], got[is_scored], **tolerance)
 
 
-def check_projections(device: str, *cases: tuple[int, int, int, int, torch.dtype]) -> None:
+def check_projections(device: str) -> None:
     """Codes and scales of keys and queries; with a Hadamard transform values may round to a neighbour."""
     from dcpmla.attention.select.kernels import projections as kernels
 
+    cases = [(5, 32, 8, 5, torch.float32), (2, 128, 64, 40, torch.float16)]
+    if device == "cuda":
+        sizes = (5, 32, 8, 5), (64, 128, 64, 1), (32, 128, 64, 100)
+        cases = [(*size, dtype) for size in sizes for dtype in (torch.bfloat16, torch.float16)]
+        cases.append((64, 128, 64, 33, torch.float32))
     for (heads, head_dim, rope, num_tokens, dtype), fp8, hadamard in itertools.product(
         cases, (True, False), (True, False)
     ):
@@ -142,49 +162,10 @@ def assert_near(got: Tensor, wanted: Tensor) -> None:
     assert (got - wanted).nan_to_num().abs().gt(1e-2 * wanted.abs().nan_to_num() + 1e-3).float().mean() < 0.01
 
 
-def check_in_the_interpreter() -> None:
-    from tests.support.interpreter import convert_as_torch
-
-    convert_as_torch()
-    half = torch.float16  # the interpreter multiplies bfloat16's bits, as integers
-    check_projections("cpu", (5, 32, 8, 5, torch.float32), (2, 128, 64, 40, half))
-    check_scores(
-        "cpu", (PREFILL, 4, 32, 16, half, True), (PREFILL, 5, 24, 64, half, False), (DECODE, 32, 16, 128, half, True)
-    )
-    check_scores("cpu", (DECODE, 16, 128, 48, half, False), (PREFILL[15:], 128, 64, 64, half, True))
-
-
-def test_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_interpreted(1, check_in_the_interpreter)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "case",
-    [
-        (64, 128, 64, 33, torch.float32),
-        *itertools.product((5,), (32,), (8,), (5,), (torch.bfloat16, torch.float16)),
-        *itertools.product((64,), (128,), (64,), (1,), (torch.bfloat16, torch.float16)),
-        *itertools.product((32,), (128,), (64,), (100,), (torch.bfloat16, torch.float16)),
-    ],
-    ids=str,
-)
-def test_projections(case: tuple[int, int, int, int, torch.dtype]) -> None:
-    check_projections("cuda", case)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    "size", [(64, 128, 64), (32, 128, 64), (4, 32, 16), (5, 24, 48), (32, 16, 16), (128, 64, 128)], ids=str
-)
-def test_scores(size: tuple[int, int, int], dtype: torch.dtype) -> None:
-    many = [
-        (each, before, before - each) for each in range(3) for before in range(1000 + 700 * each, 1200 + 700 * each)
-    ]
-    cases = itertools.product((PREFILL, DECODE, many), (True, False))
-    check_scores("cuda", *((tokens, *size, dtype, fp8) for tokens, fp8 in cases))
+@on_both
+@pytest.mark.parametrize("check", [check_projections, check_scores])
+def test_kernels(check: Callable[[str], None], device: str) -> None:
+    run_kernels(device, check)
 
 
 @pytest.mark.gpu
@@ -233,7 +214,7 @@ def test_scores_compile_for_hopper(dtype: str, tokens: int) -> None:
         "TOKENS": tokens,
         "HEADS": 64,
     }
-    ptx = compile_for_hopper(scores_kernel, dtype, sizes, **POINTERS)
+    ptx = ptx_for_hopper(scores_kernel, dtype, sizes, **POINTERS)
     assert f"wgmma.mma_async.sync.aligned.m64n{64 * tokens}k{32 if is_fp8 else 16}" in ptx
     assert "cp.async.cg.shared.global" in ptx
     assert ("cp.async.ca.shared.global" in ptx) == is_fp8  # scales of keys
@@ -251,6 +232,6 @@ def test_projections_compile_for_hopper() -> None:
         (queries_kernel, {"NUM_HEADS": 64}, {"out_ptr": "*fp8e4nv"}),
         (queries_kernel, {"NUM_HEADS": 64}, {"out_ptr": "*fp8e4nv", "weights_ptr": "*fp32"}),
     ):
-        ptx = compile_for_hopper(kernel, "bf16", {**sizes, **more}, **types, **formats)
+        ptx = ptx_for_hopper(kernel, "bf16", {**sizes, **more}, **types, **formats)
         assert "st.global.v4.b32" in ptx
         assert "tf32" not in ptx

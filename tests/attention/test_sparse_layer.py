@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 
-from dcpmla import DCPConfig, DCPMesh, LatentCache, MLAAttention, Placement, init_mesh
+from dcpmla import DCPConfig, DCPMesh, MLAAttention, Placement, StepMetadata, init_mesh
 from dcpmla.attention.mla import layer as layer_module
 from dcpmla.attention.select import scores as scores_module
 from dcpmla.attention.select import selector as selector_module
@@ -18,11 +18,11 @@ from dcpmla.attention.select.step import SelectedTokens, SparseMetadata, with_se
 from dcpmla.attention.step import metadata as metadata_module
 from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
-from dcpmla.cache.latent import num_blocks
 from dcpmla.cache.layers import LayerCache
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.families.table import attention_of
 from tests.attention.test_layer import layout
+from tests.support.layer_batches import run_batch
 from tests.support.models import random_model, tiny_config
 from tests.support.ranks import run_ranks
 from tests.support.steps import part, selection_of
@@ -55,44 +55,22 @@ def run_layers(
     num_decodes: int | None,
     buffer: Tensor | None = None,
 ) -> tuple[list[Tensor], SelectedTokens]:
-    """Fill the caches with what each request has cached, as one prefill; then the batch as one step, which all
-    layers see alike.
+    """Return each layer's output of the new tokens and padding, and what was selected last.
 
-    buffer: An engine's memory for positions. Returns each layer's output of the new tokens and padding, and what was
-    selected last.
+    buffer: An engine's memory for positions.
     """
-    total = [cached + new for cached, new in BATCH]
-    index_layers = [number for number, layer in enumerate(layers) if layer.indexer is not None]
-    plan = LatentCache.plan(layers[0].config, dcp, len(layers), total, torch.float32, index_layers)
-    cache = LatentCache(plan, torch.device("cpu"))
-    for memory in cache.tensors:
-        memory.view(torch.uint8).fill_(0xFF)  # a NaN, in every format
-    blocks = iter(range(plan.num_blocks - 1, -1, -1))
-    tables = [[next(blocks) for _ in range(num_blocks(length, dcp))] for length in total]
-    cos, sin = (part[0, :, : part.shape[-1] // 2] for part in rope(hf_config, max(total)))
-    cos_sin = torch.cat([cos, sin], -1)
+    hidden = [hidden_states(cached + new, request) for request, (cached, new) in enumerate(BATCH)]
+    cos_sin = torch.cat([part[0, :, : part.shape[-1] // 2] for part in rope(hf_config, max(map(sum, BATCH)))], -1)
 
-    def step(
-        query_lens: list[int], seq_lens: list[int], requests: list[int], padding: int, num_decodes: int | None
-    ) -> tuple[list[Tensor], SelectedTokens]:
-        kept = [tables[i] for i in requests]
-        steps = StepBuilder(dcp, layers[0].mesh.dcp_rank)
-        metadata = steps.build(StepRequests(query_lens, seq_lens, kept), 3, num_decodes)
-        rows = [
-            hidden_states(total[i], i)[seq - query : seq]
-            for i, query, seq in zip(requests, query_lens, seq_lens, strict=True)
-        ]
-        hidden = torch.cat([*rows, torch.full((padding, 48), torch.nan)])
-        metadata = with_selection(metadata.with_cos_sin(cos_sin[metadata.tokens.positions]), TOPK, buffer)
-        selection = selection_of(metadata)
+    def select(step: StepMetadata) -> StepMetadata:
+        step = with_selection(step, TOPK, buffer)
+        selection = selection_of(step)
         for memory in (selection.positions, selection.slots, selection.num_slots):
             memory.fill_(2**31 - 1)
-        outputs = [layer(hidden, kv_cache, metadata) for layer, kv_cache in zip(layers, cache, strict=True)]
-        return outputs, selection
+        return step
 
-    filled = [i for i, (cached, _) in enumerate(BATCH) if cached]
-    step([BATCH[i][0] for i in filled], [BATCH[i][0] for i in filled], filled, 0, num_decodes and len(filled))
-    return step([new for _, new in BATCH], total, list(range(len(BATCH))), padding, num_decodes)
+    outputs, step = run_batch(layers, dcp, BATCH, hidden, cos_sin, padding, 3, num_decodes, select)
+    return outputs, selection_of(step)
 
 
 def new_layer(hf_config: Any, dcp: DCPConfig, mesh: DCPMesh, weights: Weights, skip_topk: bool = False) -> MLAAttention:
@@ -162,33 +140,6 @@ def check_layouts(hf_config: Any, layouts: list[DCPConfig]) -> None:
 )
 def test_mixed_batch(family: str, layouts: list[DCPConfig]) -> None:
     run_ranks(layouts[0].tensor_parallel_size, check_layouts, tiny_config(family), layouts)
-
-
-def check_equal_scores(hf_config: Any, layouts: list[DCPConfig]) -> None:
-    """With head weights of zero all scores are equal: each token attends to the first top-k of its request, on any
-    number of ranks.
-    """
-    weights: Weights = dict(random_model(hf_config).model.layers[0].self_attn.state_dict())
-    weights["indexer.weights_proj.weight"] = torch.zeros_like(weights["indexer.weights_proj.weight"])
-    hf_config._attn_implementation, hf_config.rope_interleave = "eager", True
-    dense = DeepseekV3Attention(hf_config, 0)
-    dense.load_state_dict({name: weight for name, weight in weights.items() if not name.startswith("indexer.")})
-    rows = []
-    with torch.no_grad():
-        for request, (cached, new) in enumerate(BATCH):
-            mask = causal_mask(cached + new)
-            mask[..., TOPK:] = -torch.inf
-            rows.append(
-                dense(hidden_states(cached + new, request)[None], rope(hf_config, cached + new), mask)[0][0, -new:]
-            )
-        for dcp in layouts:
-            mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
-            (out,), _ = run_layers([new_layer(hf_config, dcp, mesh, weights)], hf_config, dcp, 0, None)
-            torch.testing.assert_close(out, torch.cat(rows), atol=1e-5, rtol=1e-4)
-
-
-def test_equal_scores() -> None:
-    run_ranks(4, check_equal_scores, tiny_config("deepseek_v32"), [layout(4, 4, 2), layout(4, 1)])
 
 
 def select_in_formats(hf_config: Any, dcp: DCPConfig) -> list[Tensor]:

@@ -35,28 +35,6 @@ def test_one_rank_reads_a_chunk_in_token_order(interleave: int) -> None:
         assert torch.equal(chunk.tokens, chunk.order)
 
 
-def test_a_chunk_by_hand() -> None:
-    """W = 2, I = 1, blocks of 2: positions 0 1 2 3 fill block 5 on both ranks, position 4 opens block 9 on rank 0."""
-    dcp = DCPConfig(tensor_parallel_size=2, decode_context_parallel_size=2, block_size=2)
-    even, odd = (StepBuilder(dcp, rank).build(StepRequests([3], [8], [[5, 9]])) for rank in range(2))
-    assert even.tokens.positions.tolist() == [5, 6, 7]
-    assert even.tokens.slots.tolist() == [-1, 19, -1]
-    assert odd.tokens.slots.tolist() == [18, -1, 19]
-    for step in (even, odd):
-        assert step.decode is None
-        assert step.prefill is not None
-        assert step.prefill.queries.start == (0, 3)
-        (chunk,) = step.prefill.context_chunks
-        assert chunk.local_slots.tolist() == [
-            10,
-            11,
-            18,
-        ]  # rank 1 owns two of the five tokens; its third row is padding
-        assert chunk.order.tolist() == [0, 3, 1, 4, 2]
-        assert chunk.tokens.tolist() == ([0, 2, 4] if step is even else [1, 3, -1])
-        assert chunk.keys.start == (0, 5)
-
-
 def test_layers_that_select_read_the_tables_and_lengths_of_the_step() -> None:
     """The indexer sees the lengths of all requests, decodes see the first ones; nothing is uploaded twice."""
     batch = make_batch([(3, 70), (1, 9), (2, 30), (9, 200)], 3, 2, 4)

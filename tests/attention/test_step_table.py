@@ -16,37 +16,10 @@ from dcpmla.attention.step.table import StepLayout, StepRequests, StepTable, Ste
 from dcpmla.cache.latent import LatentPlan, LayerMemory
 from dcpmla.runtime.graph_inputs import GraphInputs
 from dcpmla.runtime.graph_sizes import GraphLimits, GraphSize
-from tests.attention.test_small_kernels import compile_for_hopper
+from tests.support.hopper import ptx_for_hopper
+from tests.support.kernels import on_both, run_kernels
 from tests.support.layouts import dcp_config
-from tests.support.shared_memory import run_interpreted
-from tests.support.step_batches import Batch, batches
 from tests.support.step_tables import TableCase, table_cases
-
-
-@given(batch=batches())
-def test_tokens_of_built_steps(batch: Batch) -> None:
-    first, ends = batch.context_lens, batch.seq_lens
-    rows = [(request, position) for request, end in enumerate(ends) for position in range(first[request], end)]
-    request, positions = (list(column) for column in zip(*rows, strict=True))
-    owners = [batch.owners(index) for index in range(len(ends))]
-    for rank, step in enumerate(batch.build()):
-        tokens, table, owner = step.tokens, step.table, batch.dcp.owner(rank)
-        assert tokens.request.tolist() == request
-        assert tokens.positions.tolist() == positions
-        assert tokens.seq_lens.tolist() == [position + 1 for position in positions]
-        assert tokens.local_seq_lens.tolist() == [
-            sum(each == rank for each, _ in owners[index][: position + 1]) for index, position in rows
-        ]
-        dealt = [owners[index][position] for index, position in rows]
-        assert tokens.slots.tolist() == [slot if each == rank else -1 for each, slot in dealt]
-        of_tokens = table.block_table[tokens.request]
-        assert torch.equal(tokens.slots, owner.slot_mapping(tokens.positions, of_tokens, batch.dcp.block_size))
-        assert [column.dtype for column in tokens] == [*[torch.int32] * 3, *[torch.int64] * 2]
-        assert table.begin.tolist() == table.first_position.tolist() == first
-        assert table.end.tolist() == ends
-        assert table.num_tokens.tolist() == batch.query_lens
-        assert table.row_start.tolist() == [0, *itertools.accumulate(batch.query_lens)]
-        assert all(column.data_ptr() % 16 == 0 for column in table)  # kernels are compiled for this
 
 
 @given(case=table_cases())
@@ -150,20 +123,9 @@ def check_many_requests(device: str) -> None:
         assert int((torch.stack(slots) >= 0).sum()) == int(table.num_tokens.sum())
 
 
-def check_in_the_interpreter() -> None:
-    check_kernel("cpu")
-    check_many_requests("cpu")
-
-
-def test_the_kernel_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_interpreted(1, check_in_the_interpreter)
-
-
-@pytest.mark.gpu
-def test_the_kernel() -> None:
-    check_kernel("cuda")
-    check_many_requests("cuda")
+@on_both
+def test_the_kernel(device: str) -> None:
+    run_kernels(device, check_kernel, check_many_requests)
 
 
 @pytest.mark.parametrize("has_slots", [False, True])
@@ -172,7 +134,7 @@ def test_the_kernel_compiles_for_hopper(has_slots: bool) -> None:
     from dcpmla.attention.step.kernels import layout_kernel
 
     constants = {"BLOCK_SIZE": 64, "DCP_SIZE": 2, "INTERLEAVE": 1, "HAS_SLOTS": has_slots, "ROWS": 128}
-    compile_for_hopper(layout_kernel, "i32", constants, positions_ptr="*i64", slots_ptr="*i64")
+    ptx_for_hopper(layout_kernel, "i32", constants, positions_ptr="*i64", slots_ptr="*i64")
 
 
 @pytest.mark.parametrize("num_decodes", [0, 2, 4])

@@ -18,7 +18,8 @@ from dcpmla.attention.select.slots import SlotLayout
 from dcpmla.attention.select.step import SelectedTokens
 from dcpmla.ownership import Owner
 from tests.attention.test_topk import owned
-from tests.support.hopper import compile_source
+from tests.support.hopper import compile_source, new_source
+from tests.support.kernels import on_both
 from tests.support.shared_memory import run_interpreted
 
 
@@ -127,9 +128,9 @@ def check_garbage(device: str, num_candidates: int, topk: int) -> None:
     assert ((slots == -7) | ((slots >= 2 * 8) & (slots < 14 * 8))).all()
 
 
-def check_in_the_interpreter() -> None:
-    """Tiles of few keys: several of them for a row, and candidates that are cut twice; two warps, and several loads of
-    each.
+def check_in_the_interpreter(numbers: tuple[int, ...]) -> None:
+    """Check scores of `adversarial` by their numbers. Tiles have few keys: several of them for a row, and candidates
+    that are cut twice; two warps, and several loads of each.
     """
     import triton.language as tl
 
@@ -145,8 +146,9 @@ def check_in_the_interpreter() -> None:
     threshold.no_less, compaction.scatter = no_less, scatter  # there is no inline assembler
     kernels.TILE, kernels.WARPS = 512, 2
     layouts = itertools.cycle([(1, 1, 9), (2, 4, 70), (3, 2, 200), (1, 4, 3)])
-    every_other = itertools.islice(adversarial(1, 700, "cpu"), 0, None, 2)  # rounds are slow here; GPUs have them all
-    for scores, (size, interleave, topk) in zip(every_other, layouts, strict=False):
+    hard = list(adversarial(1, 700, "cpu"))
+    for number, (size, interleave, topk) in zip(numbers, layouts, strict=False):
+        scores = hard[number]
         check(scores, torch.tensor([700 * size - topk]), topk, size, interleave)
     few = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
     check(few, torch.tensor([0, 1, 5, 6, 12], dtype=torch.int32), 5, 2, 1)
@@ -154,9 +156,11 @@ def check_in_the_interpreter() -> None:
     check_garbage("cpu", 700, 60)
 
 
-def test_kernels_in_the_interpreter() -> None:
+@pytest.mark.parametrize("numbers", [(2, 6, 10, 12), pytest.param((0, 4, 8), marks=pytest.mark.thorough)])
+def test_kernels_in_the_interpreter(numbers: tuple[int, ...]) -> None:
+    """Rounds are slow here; GPUs have all scores."""
     pytest.importorskip("triton")
-    run_interpreted(1, check_in_the_interpreter)
+    run_interpreted(1, check_in_the_interpreter, numbers)
 
 
 @pytest.mark.gpu
@@ -224,29 +228,17 @@ def test_kernels_compile_for_hopper(name: str, width: int, constants: dict[str, 
     leave in it.
     """
     pytest.importorskip("triton")
-    from triton.compiler import ASTSource
-
     from dcpmla.attention.select.kernels import topk as kernels
 
     tile, num_warps = 4096, 4
     kernel, constants = getattr(kernels, name), {"TILE": tile, "WARPS": num_warps, **constants}
-    aligned = re.compile(r".*_ptr|scores_stride|candidates_stride|stride|num_candidates")
-    attributes = {
-        (at,): [["tt.divisibility", 16]] for at, each in enumerate(kernel.arg_names) if aligned.fullmatch(each)
-    }
-    signature = {each: "constexpr" if each in constants else TYPES.get(each, "i32") for each in kernel.arg_names}
-    source = ASTSource(kernel, signature, constants, attributes)
-    compiled = compile_source(source, {"num_warps": num_warps})
+    compiled = compile_source(new_source(kernel, TYPES, constants, "stride|num_candidates"), {"num_warps": num_warps})
     loads = re.findall(r"ld\.global\.v4\.b32" if width == 4 else r"ld\.global\.v2\.b64", compiled.asm["ptx"])
     assert len(loads) >= tile // (width * 32 * num_warps)
     assert compiled.metadata.shared <= tile
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
+@on_both
 def test_operators(device: str) -> None:
     """Check the schema, and the shapes for tracing."""
     lens = torch.tensor([0, 9, 3], dtype=torch.int32, device=device)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from dcpmla.attention.backends.calls import PrefillCall
 from dcpmla.attention.backends.mask import selection_mask
-from dcpmla.attention.backends.reference import run_prefill
 from dcpmla.attention.layers.windowed.select import select_window
 from dcpmla.attention.layers.windowed.step import WindowMetadata, of_window, with_windows
 from dcpmla.attention.select.slots import SlotLayout
@@ -19,10 +19,10 @@ from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.operators import import_kernel
 from dcpmla.ownership import Owner
-from tests.attention.test_small_kernels import compile_for_hopper
+from tests.support.hopper import ptx_for_hopper
+from tests.support.kernels import on_both, run_kernels
 from tests.support.layouts import dcp_config
-from tests.support.prefill_checks import segments
-from tests.support.shared_memory import run_interpreted
+from tests.support.prefill_checks import check_prefill, segments
 
 BLOCK_SIZE = 8
 LAYOUTS = ((1, 1), (2, 1), (3, 4), (4, 8))  # DCP size, interleave
@@ -66,45 +66,32 @@ def check_kernel(device: str) -> None:
                 assert torch.equal(slots[:num], expected_slots[:num])
 
 
-def test_the_kernel() -> None:
-    pytest.importorskip("triton")
-    run_interpreted(1, check_kernel, "cpu")
-
-
 def check_prefill_kernel(device: str, folder: str = "triton", widths: tuple[int, int, int] = (32, 16, 32)) -> None:
-    """Check a kernel over keys of P + R columns and values of V (`widths`)."""
-    run = import_kernel(f"dcpmla.attention.{folder}.prefill:run")
-    nope, rope, value = widths
-    generator, window, query_lens = torch.Generator().manual_seed(0), 20, (300, 5, 170)
-    rows = segments(query_lens, "cpu")
-    lens = torch.tensor([index + 1 for length in query_lens for index in range(length)], dtype=torch.int32)
-    positions = (lens[:, None] - 1 - torch.arange(window)).clamp(min=-1).to(torch.int32)
-    mask = selection_mask(positions, rows.start_loc, torch.zeros(3, dtype=torch.int32), 300)
-    q, k_nope, v = (torch.randn(475, 2, width, generator=generator).half() for width in (nope + rope, nope, value))
-    k_pe, scale = torch.randn(475, rope, generator=generator).half(), 1.4 * (nope + rope) ** -0.5
-    expected, expected_lse = run_prefill(PrefillCall(q, k_nope, k_pe, v, *rows, *rows, scale, True, mask))
-    q, k_nope, k_pe, v, mask = (tensor.to(device) for tensor in (q, k_nope, k_pe, v, mask))
-    rows = segments(query_lens, device)
-    call = PrefillCall(q, k_nope, k_pe, v, *rows, *rows, scale, True, mask)
+    """Check a kernel over keys of P + R columns and values of V (`widths`), with a window and a wider bound of it."""
+    run, window, query_lens = import_kernel(f"dcpmla.attention.{folder}.prefill:run"), 20, [300, 5, 170]
+
+    def draw_windows(_: int, num_keys: int) -> Tensor:
+        last = torch.tensor([index for length in query_lens for index in range(length)], dtype=torch.int32)
+        positions = (last[:, None] - torch.arange(window)).clamp(min=-1).to(torch.int32)
+        start_loc = segments(query_lens, "cpu").start_loc
+        return selection_mask(positions, start_loc, torch.zeros(3, dtype=torch.int32), num_keys)
+
+    def run_twice(call: PrefillCall) -> tuple[Tensor, Tensor]:
+        out, lse = run(call)
+        if call.window == window:  # a key before all windows of its tile is not read
+            hidden = call._replace(k_nope=call.k_nope.clone())
+            hidden.k_nope[:120] = torch.nan
+            assert torch.equal(run(hidden)[0][299], out[299])
+        return out, lse
+
     for bound in (window, window + 100):
-        out, lse = run(call._replace(window=bound))
-        torch.testing.assert_close(out.cpu(), expected, atol=5e-3, rtol=5e-3)
-        torch.testing.assert_close(lse.cpu(), expected_lse, atol=1e-3, rtol=1e-3)
-    hidden = call._replace(k_nope=k_nope.clone())  # a key before all windows of its tile is not read
-    hidden.k_nope[:120] = torch.nan
-    out, _ = run(hidden._replace(window=window))
-    assert torch.equal(out[299], run(call._replace(window=window))[0][299])
+        check_prefill(run_twice, (query_lens, None, 2, widths), torch.float16, device, draw_windows, bound)
 
 
-def test_prefill_leaves_out_keys_before_the_window() -> None:
-    pytest.importorskip("triton")
-    run_interpreted(1, check_prefill_kernel, "cpu")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("check", [check_kernel, check_prefill_kernel])
-def test_kernels(check: Any) -> None:
-    check("cuda")
+@on_both
+def test_kernels(device: str) -> None:
+    """Prefill leaves out keys before the window."""
+    run_kernels(device, check_kernel, check_prefill_kernel)
 
 
 @pytest.mark.gpu
@@ -119,7 +106,7 @@ def test_the_kernel_compiles() -> None:
     from dcpmla.attention.layers.windowed.kernels.select import window_kernel
 
     names = ("table_ptr", "request_ptr", "lens_ptr", "positions_ptr", "slots_ptr", "num_slots_ptr")
-    compile_for_hopper(window_kernel, "bf16", {"WINDOW": 512, "COLUMNS": 512}, **dict.fromkeys(names, "*i32"))
+    ptx_for_hopper(window_kernel, "bf16", {"WINDOW": 512, "COLUMNS": 512}, **dict.fromkeys(names, "*i32"))
 
 
 @pytest.mark.parametrize(("size", "interleave"), [(1, 1), (2, 2)])

@@ -2,8 +2,8 @@
 for Hopper.
 """
 
+import itertools
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from dcpmla.comm import nccl
 from tests.comm.test_exchange import expected_merge, partials
-from tests.support.hopper import compile_source
+from tests.support.hopper import compile_source, new_source, ptx_for_hopper
+from tests.support.kernels import cut, on_both, run_kernels
 from tests.support.ranks import run_ranks
-from tests.support.shared_memory import run_interpreted
 
 triton = pytest.importorskip("triton")
 
@@ -30,22 +30,14 @@ def draw(num_parts: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tenso
 def check_merge_rows(device: str) -> None:
     from dcpmla.comm.kernels.merge import merge_rows
 
-    for num_parts in (1, 2, 3, 8):
-        for dtype, tolerance in (
-            (torch.float32, 1e-6),
-            (torch.bfloat16, 8e-3),
-            (torch.float16, 1e-3),
-        ):  # the interpreter truncates
-            out, lse = draw(num_parts, dtype, device)
-            # Rows with something after them.
-            padded = torch.full((*out.shape[:-1], out.shape[-1] + 8), torch.nan, dtype=dtype)
-            padded[..., :-8] = out
-            merged, merged_lse = merge_rows(
-                padded.to(device)[..., :-8], lse.to(device).transpose(0, 1).contiguous().transpose(0, 1)
-            )
-            wanted, wanted_lse = expected_merge(out, lse)
-            torch.testing.assert_close(merged.double().cpu(), wanted, atol=tolerance, rtol=tolerance)
-            torch.testing.assert_close(merged_lse.double().cpu(), wanted_lse, atol=1e-5, rtol=1e-6)
+    tolerances = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+    for num_parts, (dtype, tolerance) in itertools.product((1, 2, 3, 8), tolerances.items()):
+        out, lse = draw(num_parts, dtype, device)
+        strided = lse.to(device).transpose(0, 1).contiguous().transpose(0, 1)
+        merged, merged_lse = merge_rows(cut(out.to(device)), strided)
+        wanted, wanted_lse = expected_merge(out, lse)
+        torch.testing.assert_close(merged.double().cpu(), wanted, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(merged_lse.double().cpu(), wanted_lse, atol=1e-5, rtol=1e-6)
 
 
 def check_weigh_rows(device: str) -> None:
@@ -54,9 +46,7 @@ def check_weigh_rows(device: str) -> None:
 
     for size, dtype in ((1, torch.float32), (2, torch.bfloat16), (3, torch.float64), (8, torch.float16)):
         out, lse = draw(size, dtype, device)
-        padded = torch.full((*out.shape[:-1], out.shape[-1] + 8), torch.nan, dtype=dtype)
-        padded[..., :-8] = out
-        weighed = [weigh_rows(rows[..., :-8], lse.to(device), rank) for rank, rows in enumerate(padded.to(device))]
+        weighed = [weigh_rows(cut(rows), lse.to(device), rank) for rank, rows in enumerate(out.to(device))]
         for (shares, merged_lse), (wanted, wanted_lse) in zip(
             weighed, (nccl.weigh_rows(out[rank], lse, rank) for rank in range(size)), strict=True
         ):
@@ -68,52 +58,29 @@ def check_weigh_rows(device: str) -> None:
         torch.testing.assert_close(merged.transpose(0, 1).flatten(1, 2), wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.gpu
-def test_kernels() -> None:
-    check_merge_rows("cuda")
-    check_weigh_rows("cuda")
-
-
-@pytest.mark.parametrize("check", [check_merge_rows, check_weigh_rows])
-def test_kernels_in_the_interpreter(check: Callable[[str], None]) -> None:
-    run_interpreted(1, check, "cpu")
-
-
-def compile_for_hopper(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], aligned: str = "", num_warps: int = 4
-) -> str:
-    """Return the PTX of a kernel whose other arguments are int32.
-
-    `aligned`, a pattern, matches those that are multiples of 16.
-    """
-    from triton.compiler import ASTSource
-
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
-    names = [(at, name) for at, name in enumerate(kernel.arg_names) if name not in constants]
-    attributes = {(at,): [["tt.divisibility", 16]] for at, name in names if aligned and re.search(aligned, name)}
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-    ptx = str(compile_source(source, {"num_warps": num_warps}).asm["ptx"])
-    assert "sm_90a" in ptx
-    return ptx
+@on_both
+def test_kernels(device: str) -> None:
+    run_kernels(device, check_merge_rows, check_weigh_rows)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_kernels_compile_for_hopper(dtype: str) -> None:
     from dcpmla.comm.kernels.merge import merge_kernel, weigh_kernel
 
-    types = {
-        "out_ptr": f"*{dtype}",
-        "lse_ptr": "*fp32",
-        "merged_ptr": f"*{dtype}",
-        "merged_lse_ptr": "*fp32",
-        "shares_ptr": "*fp32",
-    }
+    types = dict.fromkeys(("lse_ptr", "merged_lse_ptr", "shares_ptr"), "*fp32")
     for kernel, size in ((merge_kernel, "NUM_PARTS"), (weigh_kernel, "SIZE")):
-        compile_for_hopper(kernel, types, {size: 8, "PARTS": 8, "COLUMNS": 512})
+        ptx_for_hopper(kernel, dtype, {size: 8, "PARTS": 8, "COLUMNS": 512}, **types)
 
 
-DIRECT = {"addresses_ptr": "*i64", "state_ptr": "*i32", "fault_ptr": "*i64"}
-ALIGNED = "ptr|stride|landing_bytes|_at$"
+def compile_direct(kernel: Any, types: dict[str, str], constants: dict[str, Any], num_warps: int = 4) -> str:
+    """Return the PTX of a kernel of `direct`; check that rows travel, and are awaited, 16 bytes a thread."""
+    types = {"addresses_ptr": "*i64", "state_ptr": "*i32", "fault_ptr": "*i64", **types}
+    source = new_source(kernel, types, constants, "stride|landing_bytes|_at$")
+    ptx = str(compile_source(source, {"num_warps": num_warps}).asm["ptx"])
+    if constants["COLUMNS"] > 4:
+        assert "st.global.v4.b32" in ptx
+        assert not re.search(r"(st|ld)(\.volatile)?\.global\.b(8|16)\b", ptx)
+    return ptx
 
 
 @pytest.mark.parametrize("size", [3, 8])
@@ -121,10 +88,7 @@ ALIGNED = "ptr|stride|landing_bytes|_at$"
     ("dtype", "carrier", "is_fp8"), [("bf16", "i16", False), ("fp32", "i32", False), ("bf16", "i16", True)]
 )
 def test_landings_compile_for_hopper(dtype: str, carrier: str, is_fp8: bool, size: int) -> None:
-    """Rows travel, and are awaited, 16 bytes a thread.
-
-    A word is loaded once for all its uses: it may come in between two loads.
-    """
+    """A word is loaded once for all its uses: it may come in between two loads."""
     from dcpmla.comm.kernels.exchange import combine_kernel, gather_kernel
 
     peers = triton.next_power_of_2(size)
@@ -135,10 +99,8 @@ def test_landings_compile_for_hopper(dtype: str, carrier: str, is_fp8: bool, siz
         (gather_kernel, {"WIDTH": 9216}, 0),
         (combine_kernel, {"WIDTH": 512, "IS_SENT": False}, 1),
     ):
-        ptx = compile_for_hopper(kernel, {**DIRECT, **rows, **lses}, {**common, **constants}, ALIGNED, num_warps=1)
-        assert "st.global.v4.b32" in ptx
+        ptx = compile_direct(kernel, {**rows, **lses}, {**common, **constants}, num_warps=1)
         assert "ld.volatile.global.v4.b32" in ptx
-        assert not re.search(r"(st|ld)(\.volatile)?\.global\.b(8|16)\b", ptx)
         assert ptx.count("ld.volatile.global.b64") == num_words + is_fp8
         assert ("e4m3x2" in ptx) == is_fp8
 
@@ -146,23 +108,16 @@ def test_landings_compile_for_hopper(dtype: str, carrier: str, is_fp8: bool, siz
 @pytest.mark.parametrize("size", [3, 8])
 @pytest.mark.parametrize("carrier", ["i16", "i32"])
 def test_window_compiles_for_hopper(carrier: str, size: int) -> None:
-    """Rows travel 16 bytes a thread, between flags that other GPUs see."""
+    """Rows travel between flags that other GPUs see."""
     from dcpmla.comm.kernels.window import place_kernel
 
     common = {"SIZE": size, "PEERS": triton.next_power_of_2(size), "THREADS": 128, "PROGRAMS": 2048}
     context = {"OPERATION": 2, "WIDTH": 576, "ROWS": 16, "COLUMNS": 64}
     heads = {"OPERATION": 0, "WIDTH": 9216, "ROWS": 1, "COLUMNS": 1024, "targets_ptr": None}
-    for constants in (context, heads):
-        ptx = compile_for_hopper(
-            place_kernel, {**DIRECT, "rows_ptr": f"*{carrier}", "targets_ptr": "*i64"}, {**common, **constants}, ALIGNED
-        )
-        assert "st.global.v4.b32" in ptx
-        assert not re.search(r"(st|ld)\.global\.b(8|16)\b", ptx)
-        assert ptx.count("atom.global.sys.release") == ptx.count("atom.global.sys.acquire") == 2
     narrow = {"OPERATION": 2, "WIDTH": 196, "ROWS": 256, "COLUMNS": 4}  # 392 bytes: a latent of 256 as fp8_ds_mla
-    compile_for_hopper(
-        place_kernel, {**DIRECT, "rows_ptr": f"*{carrier}", "targets_ptr": "*i64"}, {**common, **narrow}, ALIGNED
-    )
+    for constants in (context, heads, narrow):
+        ptx = compile_direct(place_kernel, {"rows_ptr": f"*{carrier}", "targets_ptr": "*i64"}, {**common, **constants})
+        assert ptx.count("atom.global.sys.release") == ptx.count("atom.global.sys.acquire") == 2
 
 
 def check_strides() -> None:

@@ -76,20 +76,21 @@ def check_exchanges(num_steps: int) -> None:
         check_memory(exchange)
 
 
-@pytest.mark.parametrize(("num_ranks", "num_steps"), [(2, 9), (3, 6), (8, 4)])
+@pytest.mark.parametrize(("num_ranks", "num_steps"), [pytest.param(2, 9, marks=pytest.mark.thorough), (3, 6), (8, 4)])
 def test_exchanges(num_ranks: int, num_steps: int) -> None:
     run_interpreted(num_ranks, check_exchanges, num_steps)
 
 
 def check_missing_rank() -> None:
-    """Leave rank 1 of three out.
+    """Leave the first of eleven ranks out of five groups of three, each with an operation of its own.
 
     The others wait for it once, in whatever number of turns, then no more; among themselves exchanges work.
     """
-    rank, own = dist.get_rank(), random.Random(dist.get_rank())
+    rank, own, missing = dist.get_rank(), random.Random(dist.get_rank()), 0
     delay_kernels(own)
-    exchange_once(new_exchange(), (2, 1, 8), torch.float32, 0, own)  # the first call is slow
-    direct._WINDOW_BYTES = 1152
+    groups = [[missing, 2 * number + 1, 2 * number + 2] for number in range(5)]
+    all_groups = [dist.new_group(ranks) for ranks in groups]
+    rest = dist.new_group([1, 2])
     q, lse, order = torch.zeros(12, 1, 8), torch.zeros(12, 3), torch.arange(36)
     calls: list[tuple[str, int, int, Callable[[direct.DirectExchange], Any]]] = [
         ("gather_heads", 2048, 1, lambda exchange: exchange.gather_heads(q)),  # through the window
@@ -100,36 +101,48 @@ def check_missing_rank() -> None:
             "gather_context",
             384,
             1,
-            lambda exchange: exchange.start_context(q[:, 0], order, tokens_of_rows(order, 12, rank))(),
+            lambda exchange: exchange.start_context(q[:, 0], order, tokens_of_rows(order, 12, 2 - rank % 2))(),
         ),
     ]
-    for operation, landing_bytes, number, call in calls:
-        exchange = new_exchange(landing_bytes=landing_bytes, timeout=2.0)
+    for number, group in enumerate(all_groups):
+        if rank in groups[number]:
+            exchange_once(new_exchange(group=group), (2, 1, 8), torch.float32, 0, own)  # the first call is slow
+    direct._WINDOW_BYTES = 1152
+    exchanges = [
+        new_exchange(group=group, landing_bytes=calls[number][1], timeout=2.0)
+        for number, group in enumerate(all_groups)
+        if rank in groups[number]
+    ]
+    for exchange in exchanges:
         exchange.reserve_context(36, 8, q.dtype, q.device)
-        exchange._mailbox.state[:-1] = 6
-        if rank == 1:
-            continue
-        assert seconds(call, exchange) >= 2.0
-        words = f"{operation} failed on rank {rank} of the group [0, 1, 2]: nothing came from rank 1 for 2 s"
-        words += f", in exchange {number}"
-        for again in (exchange.check, lambda: call(exchange)):  # noqa: B023
-            with pytest.raises(PeerFault, match=f"{re.escape(words)}$"):
-                again()
-        exchange.fault.zero_()  # so that kernels run as they do in graphs
-        exchange._mailbox = exchange._mailbox._replace(timeout=3600.0)
-        call(exchange)  # a call that waited for rank 1 would outlast the test
-    rest = dist.new_group([0, 2])
-    if rank != 1:
-        exchange = new_exchange(group=rest)
-        for step in range(3):
-            exchange_once(exchange, (2, 1, 8), torch.float32, step, own)
-        exchange._mailbox = exchange._mailbox._replace(timeout=1.0)
-        if rank == 0:
-            exchange.gather_heads(q)
-            with pytest.raises(
-                PeerFault, match=r"on rank 0 of the group \[0, 2\]: nothing came from rank 2 for 1 s, in exchange 7"
-            ):
-                exchange.check()
+    if rank == missing:
+        return
+    (operation, _, turn, call), (exchange,) = calls[(rank - 1) // 2], exchanges
+    exchange._mailbox.state[:-1] = 6
+    assert seconds(call, exchange) >= 2.0
+    here = f"rank {rank} of the group {groups[(rank - 1) // 2]}"
+    words = f"{operation} failed on {here}: nothing came from rank {missing} for 2 s"
+    for again in (exchange.check, lambda: call(exchange)):
+        with pytest.raises(PeerFault, match=f"{re.escape(f'{words}, in exchange {turn}')}$"):
+            again()
+    exchange.fault.zero_()  # so that kernels run as they do in graphs
+    exchange._mailbox = exchange._mailbox._replace(timeout=3600.0)
+    call(exchange)  # a call that waited for the missing rank would outlast the test
+    if rank < 3:
+        check_two_of_three(rest, q, own)
+
+
+def check_two_of_three(rest: dist.ProcessGroup, q: Tensor, own: random.Random) -> None:
+    """Exchange among the ranks that are here, until one of them goes on alone."""
+    exchange = new_exchange(group=rest)
+    for step in range(3):
+        exchange_once(exchange, (2, 1, 8), torch.float32, step, own)
+    exchange._mailbox = exchange._mailbox._replace(timeout=1.0)
+    if dist.get_rank() == 1:
+        exchange.gather_heads(q)
+        words = r"on rank 1 of the group \[1, 2\]: nothing came from rank 2 for 1 s, in exchange 7"
+        with pytest.raises(PeerFault, match=words):
+            exchange.check()
 
 
 def seconds(call: Callable[..., Any], *args: Any) -> float:
@@ -139,7 +152,7 @@ def seconds(call: Callable[..., Any], *args: Any) -> float:
 
 
 def test_missing_rank() -> None:
-    run_interpreted(3, check_missing_rank)
+    run_interpreted(11, check_missing_rank)
 
 
 def check_operators() -> None:

@@ -4,7 +4,6 @@ import random
 from itertools import product
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,6 +15,7 @@ from dcpmla.cache.shared_format import rows_shape
 from dcpmla.cache.shared_rows import write_rows
 from dcpmla.comm.direct import DirectExchange
 from dcpmla.comm.nccl import AllToAll
+from tests.support.gpus import on_gpus
 from tests.support.ranks import run_ranks
 
 LENGTHS = (0, 1, 63, 64, 65, 300, 2000)
@@ -83,11 +83,6 @@ def check_rows() -> None:
     direct.check()
 
 
-@pytest.mark.gpu_2
-def test_two_ranks() -> None:
-    run_ranks(2, check_rows, device="cuda")
-
-
-@pytest.mark.gpu_4
-def test_four_ranks() -> None:
-    run_ranks(4, check_rows, device="cuda")
+@on_gpus(2, 4)
+def test_rows_that_attention_sends(num_gpus: int) -> None:
+    run_ranks(num_gpus, check_rows, device="cuda")

@@ -2,8 +2,7 @@
 
 import itertools
 import random
-import time
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,14 +11,15 @@ from torch import Tensor
 
 from dcpmla.merge import merge_partials
 from dcpmla.parallel.collectives import PeerFault
+from tests.support.gpus import on_gpus
 from tests.support.ranks import run_ranks
 
 pytest.importorskip("triton")
 
 from tests.support.direct_checks import (  # noqa: E402
     SHAPES,
-    assert_same_bits,
     check_memory,
+    check_replays,
     draw,
     draw_own,
     exchange_all,
@@ -28,12 +28,8 @@ from tests.support.direct_checks import (  # noqa: E402
     exchange_on_gpu,
     exchange_once,
     own_heads,
+    seconds_on_gpu,
 )
-
-NUM_GPUS = [
-    pytest.param(number, marks=getattr(pytest.mark, f"gpu_{needed}"))
-    for number, needed in ((2, 2), (3, 4), (4, 4), (8, 8))
-]
 
 
 def check_sizes(dtype: torch.dtype) -> None:
@@ -47,7 +43,7 @@ def check_sizes(dtype: torch.dtype) -> None:
     check_memory(exchange)
 
 
-@pytest.mark.parametrize("num_gpus", NUM_GPUS)
+@on_gpus(2, 3, 4, 8)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_sizes(num_gpus: int, dtype: torch.dtype) -> None:
     run_ranks(num_gpus, check_sizes, dtype, device="cuda")
@@ -66,11 +62,6 @@ def check_layouts() -> None:
     for exchange in exchanges:
         exchange_candidates(exchange)
         check_memory(exchange)
-
-
-@pytest.mark.parametrize("num_gpus", NUM_GPUS)
-def test_layouts(num_gpus: int) -> None:
-    run_ranks(num_gpus, check_layouts, device="cuda")
 
 
 def check_fp8() -> None:
@@ -100,38 +91,19 @@ def assert_near(got: Tensor, wanted: Tensor, largest: Tensor) -> None:
     assert ((got.double() - wanted.double()).nan_to_num(0.0).abs() <= 2**-4 * largest[..., None]).all()
 
 
-@pytest.mark.parametrize("num_gpus", NUM_GPUS)
-def test_fp8(num_gpus: int) -> None:
-    run_ranks(num_gpus, check_fp8, device="cuda")
-
-
 def check_graphs() -> None:
     """Mix replays with eager calls before and after them, an odd number of exchanges apart."""
     exchange = exchange_on_gpu()
-    held = [draw_own(exchange, shape, 0) for shape in SHAPES]
-    for inputs in held:
-        exchange_all(exchange, *inputs)  # compiles before the capture
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        outcomes = [exchange_all(exchange, *inputs) for inputs in held]
-    for replay in range(3):
-        wanted = []
-        for inputs, shape in zip(held, SHAPES, strict=True):
-            given = draw_own(exchange, shape, 1 + replay)
-            wanted.append(exchange_all(exchange, *given))
-            for tensor, new in zip(inputs, given, strict=True):
-                tensor.copy_(new)
-        graph.replay()
-        exchange.gather_heads(held[replay][0])
-        for got, eager in zip(outcomes, wanted, strict=True):
-            assert_same_bits(got, eager)
+
+    def run(held: list[tuple[Tensor, ...]]) -> list[Tensor]:
+        return [result for inputs in held for result in exchange_all(exchange, *inputs)]
+
+    def draw_inputs(seed: int) -> list[tuple[Tensor, ...]]:
+        return [draw_own(exchange, shape, seed) for shape in SHAPES]
+
+    queries = [q for q, *_ in draw_inputs(0)]
+    check_replays(run, draw_inputs, lambda seed: exchange.gather_heads(queries[seed - 1]))
     check_memory(exchange)
-
-
-@pytest.mark.parametrize("num_gpus", NUM_GPUS)
-def test_graphs(num_gpus: int) -> None:
-    run_ranks(num_gpus, check_graphs, device="cuda")
 
 
 def check_compiled() -> None:
@@ -147,11 +119,6 @@ def check_compiled() -> None:
         for got, wanted in zip(compiled(q, lse), attend(q, lse), strict=True):
             torch.testing.assert_close(got, wanted, equal_nan=True)
     check_memory(exchange)
-
-
-@pytest.mark.parametrize("num_gpus", NUM_GPUS)
-def test_compiled(num_gpus: int) -> None:
-    run_ranks(num_gpus, check_compiled, device="cuda")
 
 
 def check_missing_rank() -> None:
@@ -170,13 +137,13 @@ def check_missing_rank() -> None:
     dist.barrier()
     if rank == size - 1:
         return
-    assert 3.0 <= seconds(lambda: exchange.gather_heads(q)) < 10.0
+    assert 3.0 <= seconds_on_gpu(lambda: exchange.gather_heads(q)) < 10.0
     for again in (exchange.check, lambda: exchange.gather_heads(q)):
         with pytest.raises(
             PeerFault, match=f"gather_heads failed on rank {rank} .* from rank {size - 1} for 3 s, in exchange 2$"
         ):
             again()
-    assert seconds(graph.replay) < 1.0
+    assert seconds_on_gpu(graph.replay) < 1.0
     assert torch.ones(3, device="cuda").sum() == 3
     if size > 2:
         other = exchange_on_gpu(group=rest)
@@ -185,13 +152,7 @@ def check_missing_rank() -> None:
         check_memory(other)
 
 
-def seconds(call: Any) -> float:
-    start = time.monotonic()
-    call()
-    torch.cuda.synchronize()
-    return time.monotonic() - start
-
-
-@pytest.mark.parametrize("num_gpus", NUM_GPUS)
-def test_missing_rank(num_gpus: int) -> None:
-    run_ranks(num_gpus, check_missing_rank, device="cuda")
+@on_gpus(2, 3, 4, 8)
+@pytest.mark.parametrize("check", [check_layouts, check_fp8, check_graphs, check_compiled, check_missing_rank])
+def test_exchange(check: Callable[[], None], num_gpus: int) -> None:
+    run_ranks(num_gpus, check, device="cuda")

@@ -3,12 +3,14 @@
 import itertools
 import random
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.support.gpus import on_gpus
 from tests.support.ranks import run_ranks
 
 pytest.importorskip("triton")
@@ -25,11 +27,6 @@ from tests.support.direct_checks import (  # noqa: E402
     own_heads,
     tokens_of_rows,
 )
-
-NUM_GPUS = [
-    pytest.param(number, marks=getattr(pytest.mark, f"gpu_{needed}"))
-    for number, needed in ((2, 2), (3, 4), (4, 4), (8, 8))
-]
 
 
 def linger(own: random.Random) -> None:
@@ -55,11 +52,6 @@ def check_late_ranks() -> None:
     for step, got in enumerate(outcomes):
         assert_same_bits(got, wanted[step % 9])
     check_memory(exchange)
-
-
-@pytest.mark.parametrize("num_gpus", NUM_GPUS)
-def test_late_ranks(num_gpus: int) -> None:
-    run_ranks(num_gpus, check_late_ranks, device="cuda")
 
 
 class Soak:
@@ -97,7 +89,8 @@ class Soak:
         self.num_wrong += (~((got.float() - wanted.float()).abs() <= tolerance)).sum()  # NaN counts as wrong
 
 
-def check_soak(num_exchanges: int) -> None:
+def check_soak() -> None:
+    """Exchange 100,000 times."""
     soak, own = Soak(), random.Random(dist.get_rank())
     q = torch.ones(2, 1, 8, dtype=torch.bfloat16, device="cuda")
     for shape in SHAPES:
@@ -108,17 +101,12 @@ def check_soak(num_exchanges: int) -> None:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for number in range(150):
             soak.exchange_once(SHAPES[number % 3])
-    for _ in range(num_exchanges // 300):
+    for _ in range(100_000 // 300):
         linger(own)
         graph.replay()
         soak.exchange.gather_heads(q)  # the graph's exchanges take the other landing next time
     assert int(soak.num_wrong) == 0
     check_memory(soak.exchange)
-
-
-@pytest.mark.parametrize("num_gpus", NUM_GPUS)
-def test_soak(num_gpus: int) -> None:
-    run_ranks(num_gpus, check_soak, 100_000, device="cuda")
 
 
 def check_two_groups() -> None:
@@ -157,11 +145,6 @@ def check_two_streams() -> None:
         check_memory(exchange)
 
 
-@pytest.mark.parametrize("num_gpus", NUM_GPUS)
-def test_two_streams(num_gpus: int) -> None:
-    run_ranks(num_gpus, check_two_streams, device="cuda")
-
-
 def check_context_under_kernels() -> None:
     """Begin context chunks one ahead, as prefill does, under matrix products and a gather of heads; read each late."""
     exchange, rank, own = exchange_on_gpu(), dist.get_rank(), random.Random(dist.get_rank())
@@ -192,6 +175,7 @@ def check_context_under_kernels() -> None:
     check_memory(exchange)
 
 
-@pytest.mark.parametrize("num_gpus", NUM_GPUS)
-def test_context_under_kernels(num_gpus: int) -> None:
-    run_ranks(num_gpus, check_context_under_kernels, device="cuda")
+@on_gpus(2, 3, 4, 8)
+@pytest.mark.parametrize("check", [check_late_ranks, check_soak, check_two_streams, check_context_under_kernels])
+def test_exchange(check: Callable[[], None], num_gpus: int) -> None:
+    run_ranks(num_gpus, check, device="cuda")

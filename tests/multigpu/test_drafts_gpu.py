@@ -17,7 +17,7 @@ from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.speculation import Speculation
 from tests.integrations.test_mtp import plain_module
-from tests.multigpu.test_graph_gpu import NUM_GPUS
+from tests.support.gpus import on_gpus
 from tests.support.models import VOCAB_SIZE
 from tests.support.ranks import run_ranks
 from tests.support.recorded import RecordedDrafter
@@ -62,7 +62,7 @@ def serve(
     return results
 
 
-@pytest.mark.parametrize("num_gpus", NUM_GPUS)
+@on_gpus(1, 2)
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "longcat_flash", "deepseek_v4"])
 def test_drafts_change_no_token(num_gpus: int, family: str, tmp_path: Path) -> None:
     directory = plain_module(family).save(tmp_path / family)

@@ -15,13 +15,13 @@ from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.capture import CannotCapture
 from dcpmla.runtime.graph import StepGraph
 from tests.runtime.test_graph_caches import compare
+from tests.support.gpus import on_gpus
 from tests.support.graph_checks import BATCHES, check_model, check_stack, new_cache, open_model_on, serve_loaded
 from tests.support.launchers import GENERATE, run_together, torchrun
 from tests.support.layouts import dcp_config
 from tests.support.models import MLA_FAMILIES, WINDOW_FAMILIES, save_tiny
 from tests.support.ranks import run_ranks
 
-NUM_GPUS = [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.gpu_2)]
 CUTS = [
     pytest.param(2, False, "a2a", id="dcp, a2a"),
     pytest.param(2, False, "ag_rs", id="dcp, ag_rs"),
@@ -46,7 +46,7 @@ def test_models_on_one_gpu(family: str, in_half: bool, tmp_path: Path) -> None:
     assert run_ranks(1, check_model, tmp_path, layout(1, 1), False, "cuda", in_half, device="cuda") == [len(BATCHES)]
 
 
-@pytest.mark.parametrize("num_gpus", NUM_GPUS)
+@on_gpus(1, 2)
 @pytest.mark.parametrize("options", [{}, {"index_cache_dtype": "fp8"}], ids=["auto", "fp8"])
 def test_models_with_entries(num_gpus: int, options: dict[str, str], tmp_path: Path) -> None:
     save_tiny("deepseek_v4", tmp_path)
@@ -71,7 +71,7 @@ def test_an_exchange_whose_calls_are_compared_is_captured(tmp_path: Path) -> Non
     assert run_ranks(2, check_model, tmp_path, dcp, False, "cuda", device="cuda") == [len(BATCHES)] * 2
 
 
-@pytest.mark.parametrize("num_gpus", NUM_GPUS)
+@on_gpus(1, 2)
 @pytest.mark.parametrize(
     ("num_heads", "topk", "kv_cache_dtype", "decode_query_dtype"),
     [
@@ -91,7 +91,7 @@ def test_stack_of_layers(
     assert run_ranks(num_gpus, check_stack, dcp, 3, num_heads, "cuda", topk, device="cuda") == [len(BATCHES)] * num_gpus
 
 
-@pytest.mark.parametrize("num_gpus", NUM_GPUS)
+@on_gpus(1, 2)
 @pytest.mark.parametrize("family", ["deepseek_v3", "longcat_flash"])
 def test_engines_with_and_without_graphs(num_gpus: int, family: str, tmp_path: Path) -> None:
     """`load_engine` captures by default, with a cache sized to leave room for the graphs."""
@@ -233,7 +233,7 @@ def test_refusals(tmp_path: Path) -> None:
     run_ranks(1, check_refusals, tmp_path, device="cuda")
 
 
-@pytest.mark.parametrize("num_gpus", NUM_GPUS)
+@on_gpus(1, 2)
 def test_commands_end_well(num_gpus: int, tmp_path: Path) -> None:
     """Groups whose operations a graph still holds could not be shut down."""
     save_tiny("deepseek_v3", tmp_path / "model")
@@ -248,25 +248,8 @@ def test_commands_end_well(num_gpus: int, tmp_path: Path) -> None:
         assert ("decode graphs: 2, the largest of 2 requests" in run.stdout) == (not more), run.stderr
         tokens.append([output["token_ids"] for output in json.loads(out.read_text())["outputs"]])
     assert tokens[0] == tokens[1]
-    program = [
-        "-m",
-        "dcpmla",
-        "bench",
-        "generate",
-        *common,
-        "--batch",
-        "1,3",
-        "--input-len",
-        9,
-        "--output-len",
-        8,
-        "--json",
-        out,
-    ]
+    sizes = ["--batch", "1,3", "--input-len", 9, "--output-len", 8]
+    program = ["-m", "dcpmla", "bench", "generate", *common, *sizes, "--json", out]
     run_together([(torchrun(program, num_gpus), {})])
-    assert [(row["mode"], row["batch"]) for row in json.loads(out.read_text())["rows"]] == [
-        ("graph", 1),
-        ("eager", 1),
-        ("graph", 3),
-        ("eager", 3),
-    ]
+    found = [(row["mode"], row["batch"]) for row in json.loads(out.read_text())["rows"]]
+    assert found == [(mode, batch) for batch in (1, 3) for mode in ("graph", "eager")]

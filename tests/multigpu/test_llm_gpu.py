@@ -3,8 +3,7 @@
 import json
 from pathlib import Path
 
-import pytest
-
+from tests.support.gpus import on_gpus
 from tests.support.launchers import run_together, torchrun
 
 SCRIPT = """
@@ -20,13 +19,11 @@ with LLM("examples/needle/model", decode_context_parallel_size=int(sys.argv[1]),
 """
 
 
-@pytest.mark.parametrize(
-    "num_ranks", [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.gpu_2)]
-)
-def test_answers_from_graphs(num_ranks: int, tmp_path: Path) -> None:
+@on_gpus(1, 2)
+def test_answers_from_graphs(num_gpus: int, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    (end,) = run_together([(torchrun([script, num_ranks], num_ranks), {})])
+    (end,) = run_together([(torchrun([script, num_gpus], num_gpus), {})])
     (line,) = [line for line in end.stdout.splitlines() if line.startswith("[")]
     texts, streamed, has_graph = json.loads(line)
     assert [text.split()[0] for text in texts] == ["123", "456"]

@@ -1,7 +1,6 @@
 """Sums over a TP group on GPUs: the norm's kernel alone, NCCL, and `direct` with its sizes, graphs and faults."""
 
 import itertools
-import time
 from collections.abc import Callable
 
 import pytest
@@ -14,19 +13,15 @@ from dcpmla.comm.norm import add_norm, norm_rows
 from dcpmla.comm.reduce import CollectiveReduce, select_reduce
 from dcpmla.parallel.collectives import PeerFault
 from dcpmla.parallel.fp8 import quantize_rows
+from tests.support.gpus import on_gpus
 from tests.support.ranks import run_ranks
 
 pytest.importorskip("triton")
 
 from dcpmla.comm import direct_reduce  # noqa: E402
 from dcpmla.comm.direct_reduce import DirectReduce  # noqa: E402
-from tests.support.direct_checks import assert_same_bits  # noqa: E402
+from tests.support.direct_checks import assert_same_bits, check_replays, seconds_on_gpu  # noqa: E402
 from tests.support.reduce_checks import EPS, assert_normed, check_memory, check_quantized, check_sums, draw  # noqa: E402
-
-NUM_GPUS = [
-    pytest.param(number, marks=getattr(pytest.mark, f"gpu_{needed}"))
-    for number, needed in ((2, 2), (3, 4), (4, 4), (8, 8))
-]
 
 
 def here() -> torch.device:
@@ -70,11 +65,6 @@ def check_sizes() -> None:
     check_sums(CollectiveReduce(dist.group.WORLD), (33, 7168), torch.float32, 0, here())
 
 
-@pytest.mark.parametrize("num_gpus", NUM_GPUS)
-def test_sizes(num_gpus: int) -> None:
-    run_ranks(num_gpus, check_sizes, device="cuda")
-
-
 def check_order() -> None:
     """Sum in rank order: rows have the same bits in one trip, in two, by NCCL, and in steps of 1 to 700 rows."""
     direct = DirectReduce(dist.group.WORLD, here(), is_deterministic=True)
@@ -98,11 +88,6 @@ def check_order() -> None:
     check_memory(direct)
 
 
-@pytest.mark.parametrize("num_gpus", NUM_GPUS)
-def test_rank_order(num_gpus: int) -> None:
-    run_ranks(num_gpus, check_order, device="cuda")
-
-
 def check_graphs() -> None:
     """Mix replays with eager calls before and after them, an odd number of sums apart."""
     reduce, rank = DirectReduce(dist.group.WORLD, here()), dist.get_rank()
@@ -116,27 +101,9 @@ def check_graphs() -> None:
         drawn = [draw(num_tokens, 7168, torch.bfloat16, seed, here()) for num_tokens in (1, 40, 256)]
         return [(partials[rank], residual, weight) for partials, residual, weight in drawn]
 
-    held = draw_own(0)
-    run(held)  # compiles before the capture
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        outcomes = run(held)
-    for seed in range(1, 4):
-        given = draw_own(seed)
-        wanted = run(given)
-        for inputs, new in zip(held, given, strict=True):
-            for tensor, value in zip(inputs, new, strict=True):
-                tensor.copy_(value)
-        graph.replay()
-        reduce.all_reduce(held[seed % 2][0])
-        assert_same_bits(tuple(outcomes), tuple(wanted))
+    rows = [partial for partial, *_ in draw_own(0)]
+    check_replays(run, draw_own, lambda seed: reduce.all_reduce(rows[seed % 2]))
     check_memory(reduce)
-
-
-@pytest.mark.parametrize("num_gpus", NUM_GPUS)
-def test_graphs(num_gpus: int) -> None:
-    run_ranks(num_gpus, check_graphs, device="cuda")
 
 
 def check_missing_rank() -> None:
@@ -153,21 +120,15 @@ def check_missing_rank() -> None:
     dist.barrier()
     if rank == size - 1:
         return
-    assert 3.0 <= seconds(graph.replay) < 10.0
+    assert 3.0 <= seconds_on_gpu(graph.replay) < 10.0
     for again in (reduce.check, lambda: reduce.all_reduce(rows)):
         with pytest.raises(PeerFault, match=f"add_norm failed on rank {rank} .* from rank {size - 1} for 3 s"):
             again()
-    assert seconds(graph.replay) < 1.0
+    assert seconds_on_gpu(graph.replay) < 1.0
     assert torch.ones(3, device="cuda").sum() == 3
 
 
-def seconds(call: Callable[[], object]) -> float:
-    start = time.monotonic()
-    call()
-    torch.cuda.synchronize()
-    return time.monotonic() - start
-
-
-@pytest.mark.parametrize("num_gpus", NUM_GPUS)
-def test_missing_rank(num_gpus: int) -> None:
-    run_ranks(num_gpus, check_missing_rank, device="cuda")
+@on_gpus(2, 3, 4, 8)
+@pytest.mark.parametrize("check", [check_sizes, check_order, check_graphs, check_missing_rank])
+def test_sums(check: Callable[[], None], num_gpus: int) -> None:
+    run_ranks(num_gpus, check, device="cuda")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dcpmla.config import DCPConfig
-from tests.multigpu.test_graph_gpu import NUM_GPUS
 from tests.support.conditioned import save_models
+from tests.support.gpus import on_gpus
 from tests.support.ranks import run_ranks
 from tests.support.regimes import FAMILIES, Sizes, check, compare
 
@@ -33,7 +33,7 @@ def _exact_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")  # ranks inherit it
 
 
-@pytest.mark.parametrize("num_gpus", NUM_GPUS)
+@on_gpus(1, 2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_regimes_agree(family: str, num_gpus: int, tmp_path: Path) -> None:
     save_models(family, SIZES.config, tmp_path)

@@ -9,17 +9,17 @@ import transformers
 from torch import Tensor
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
-from dcpmla import DCPConfig, LatentCache, MLAAttention, Placement, init_mesh
+from dcpmla import DCPConfig, MLAAttention, Placement, StepMetadata, init_mesh
 from dcpmla.attention.select import selector as selector_module
-from dcpmla.attention.select.step import SparseMetadata, with_selection
+from dcpmla.attention.select.step import with_selection
 from dcpmla.attention.step import metadata as metadata_module
-from dcpmla.attention.step.metadata import StepBuilder
-from dcpmla.attention.step.table import StepRequests
-from dcpmla.cache.latent import num_blocks
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.families.table import attention_of
+from tests.support.gpus import on_gpus
+from tests.support.layer_batches import run_batch
 from tests.support.models import random_model
 from tests.support.ranks import run_ranks
+from tests.support.steps import selection_of
 
 TOPK, HIDDEN = 256, 512
 # (tokens cached before the step, new tokens); the decodes' selections are shorter than a tile, several tiles
@@ -54,33 +54,15 @@ def run_layer(
     layer: MLAAttention, hf_config: Any, device: torch.device, num_decodes: int | None
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs of the new tokens, and the sorted positions that each selected."""
-    total, dcp = [cached + new for cached, new in BATCH], layer.dcp
-    cache = LatentCache(LatentCache.plan(layer.config, dcp, 1, total, torch.bfloat16), device)
-    for memory in cache.tensors:
-        memory.view(torch.uint8).fill_(0xFF)
-    blocks = iter(range(cache.sizes.num_blocks))
-    tables = [[next(blocks) for _ in range(num_blocks(length, dcp))] for length in total]
-    cos, sin = DeepseekV3RotaryEmbedding(hf_config)(torch.empty(0), torch.arange(max(total))[None])
-    cos_sin = torch.cat([part[0, :, : part.shape[-1] // 2] for part in (cos, sin)], -1).to(device)
+    hidden = [draw(request).to(device) for request in range(len(BATCH))]
+    angles = DeepseekV3RotaryEmbedding(hf_config)(torch.empty(0), torch.arange(max(map(sum, BATCH)))[None])
+    cos_sin = torch.cat([part[0, :, : part.shape[-1] // 2] for part in angles], -1).to(device)
 
-    def step(query_lens: list[int], seq_lens: list[int], requests: list[int]) -> tuple[Tensor, Tensor]:
-        kept = [tables[i] for i in requests]
-        steps = StepBuilder(dcp, layer.mesh.dcp_rank, device)
-        numbers = StepRequests(query_lens, seq_lens, kept)
-        metadata = steps.build(numbers, num_decodes=num_decodes and len(requests))
-        rows = torch.cat(
-            [draw(i)[seq - query : seq] for i, query, seq in zip(requests, query_lens, seq_lens, strict=True)]
-        )
-        metadata = with_selection(metadata.with_cos_sin(cos_sin[metadata.tokens.positions]), TOPK)
-        sparse = metadata.get(SparseMetadata)
-        assert sparse is not None
-        assert sparse.selection is not None
-        out = layer(rows.to(device), cache[0], metadata)
-        return out.cpu(), sparse.selection.positions.sort(1).values.cpu()
+    def select(step: StepMetadata) -> StepMetadata:
+        return with_selection(step, TOPK)
 
-    filled = [i for i, (cached, _) in enumerate(BATCH) if cached]
-    step([BATCH[i][0] for i in filled], [BATCH[i][0] for i in filled], filled)
-    return step([new for _, new in BATCH], total, list(range(len(BATCH))))
+    (out,), step = run_batch([layer], layer.dcp, BATCH, hidden, cos_sin, num_decodes=num_decodes, prepare=select)
+    return out.cpu(), selection_of(step).positions.sort(1).values.cpu()
 
 
 def expected(attention: Any, hf_config: Any, positions: Tensor) -> tuple[Tensor, float]:
@@ -156,14 +138,8 @@ FORMATS = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.gpu
+@on_gpus(1, 2)
 @FORMATS
-def test_on_a_gpu(kv_cache_dtype: str, index_cache_dtype: str, hadamard: bool) -> None:
-    run_ranks(1, check_formats, [], kv_cache_dtype, index_cache_dtype, hadamard, device="cuda")
-
-
-@pytest.mark.gpu_2
-@FORMATS
-def test_on_two_gpus(kv_cache_dtype: str, index_cache_dtype: str, hadamard: bool) -> None:
-    backends = ["direct", "ag_rs", "direct"]
-    run_ranks(2, check_formats, backends, kv_cache_dtype, index_cache_dtype, hadamard, device="cuda")
+def test_layers(num_gpus: int, kv_cache_dtype: str, index_cache_dtype: str, hadamard: bool) -> None:
+    backends = ["direct", "ag_rs", "direct"] if num_gpus > 1 else []
+    run_ranks(num_gpus, check_formats, backends, kv_cache_dtype, index_cache_dtype, hadamard, device="cuda")

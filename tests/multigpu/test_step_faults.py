@@ -7,6 +7,7 @@ import torch.distributed as dist
 from dcpmla.comm.faults import StepFaults
 from dcpmla.config import DCPConfig
 from dcpmla.parallel.collectives import PeerFault
+from tests.support.gpus import on_gpus
 from tests.support.ranks import run_ranks
 
 pytest.importorskip("triton")
@@ -43,6 +44,6 @@ def check_late_rank() -> None:
         exchange.check()  # the late rank has no word of its own
 
 
-@pytest.mark.parametrize("num_gpus", [pytest.param(n, marks=getattr(pytest.mark, f"gpu_{n}")) for n in (2, 4)])
+@on_gpus(2, 4)
 def test_a_late_rank_is_known_to_all_ranks(num_gpus: int) -> None:
     run_ranks(num_gpus, check_late_rank, device="cuda")

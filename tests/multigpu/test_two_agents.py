@@ -3,15 +3,12 @@
 import json
 from pathlib import Path
 
-import pytest
-
+from tests.support.gpus import on_gpus
 from tests.support.launchers import GENERATE, Command, free_port, run_together, torchrun
 from tests.support.models import save_tiny
 
-NUM_GPUS = [pytest.param(number, marks=getattr(pytest.mark, f"gpu_{number}")) for number in (4, 8)]
 
-
-@pytest.mark.parametrize("num_gpus", NUM_GPUS)
+@on_gpus(4, 8)
 def test_same_tokens_as_one_agent(num_gpus: int, tmp_path: Path) -> None:
     save_tiny("deepseek_v3", tmp_path / "model")
     run_together([(torchrun(generate(num_gpus, tmp_path, "one.json"), num_gpus), {"NVIDIA_TF32_OVERRIDE": "0"})])
@@ -29,28 +26,15 @@ def generate(num_gpus: int, directory: Path, out: str) -> list[object]:
 
 def agents(program: list[object], num_local: int, directory: Path) -> list[Command]:
     """Start two agents whose ranks NCCL takes for different hosts (NCCL_HOSTID), with only the network between them."""
-    options = [
-        "--nnodes",
-        2,
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        f"localhost:{free_port()}",
-        "--local-addr",
-        "localhost",
-    ]
-    shared = {
-        "NCCL_IB_DISABLE": "1",
-        "NCCL_MNNVL_ENABLE": "0",
-        "NCCL_DEBUG": "INFO",
-        "NCCL_DEBUG_FILE": f"{directory}/nccl.%p",
-    }
+    options = ["--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"]
+    options += ["--local-addr", "localhost"]
+    shared = {"NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0", "NCCL_DEBUG": "INFO", "NVIDIA_TF32_OVERRIDE": "0"}
+    shared["NCCL_DEBUG_FILE"] = f"{directory}/nccl.%p"
     return [
         (
             torchrun(program, num_local, *options),
             {
                 **shared,
-                "NVIDIA_TF32_OVERRIDE": "0",
                 "NCCL_HOSTID": f"agent{agent}",
                 "CUDA_VISIBLE_DEVICES": ",".join(str(agent * num_local + gpu) for gpu in range(num_local)),
             },

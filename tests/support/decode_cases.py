@@ -1,4 +1,4 @@
-"""Cases of decode over random blocks, their inputs and answers in float64."""
+"""Cases of decode over random blocks, and over rows of shared keys, their inputs and answers in float64."""
 
 import random
 from collections.abc import Sequence
@@ -11,6 +11,8 @@ from torch import Tensor
 from dcpmla.attention.backends import reference
 from dcpmla.attention.backends.calls import COUNTER_WORDS
 from dcpmla.cache import formats
+from dcpmla.cache.shared_format import rows_shape
+from dcpmla.cache.shared_rows import write_rows
 from tests.support.backends import unchecked_call
 
 NOWHERE = 2**31 - 1  # a block that no cache has
@@ -107,6 +109,45 @@ class Case:
         return reference.mla_decode(unchecked_call(**exact))
 
 
+def _half(cache: Tensor, page: list[int]) -> Tensor:
+    """Return the first halves of a cache's rows [num_pages, ...] as pages."""
+    return cache[:, : page[0] * page[1]].unflatten(1, page)
+
+
+@dataclass
+class SharedCase(Case):
+    """Query tokens that attend to as many rows of one cache as `requests` say, some of them to the same ones.
+
+    Their format is the dtype's or fp8_ds_mla. What no token attends to is NaN, tables and pages are slices of larger
+    ones, and entries of a table past the last one point nowhere.
+    """
+
+    rope: int = 0
+
+    def inputs(self, device: str, seed: int = 0) -> dict[str, Any]:
+        generator, draw = torch.Generator().manual_seed(seed), random.Random(seed)
+        width, lens = self.kv_lora_rank, [num_keys for _, num_keys in self.requests]
+        used = max([*lens, 1]) + 70
+        storage = torch.uint8 if self.format == "fp8_ds_mla" else self.dtype
+        num, *page = rows_shape(2 * used, width, storage)
+        cache = torch.full((num, 2 * page[0] * page[1] * storage.itemsize), 0xFF, dtype=torch.uint8).view(storage)
+        slots = torch.tensor(draw.sample(range(2 * used), used))
+        write_rows(_half(cache, page), torch.randn(used, width, generator=generator), slots)
+        table = torch.full((len(lens), max([*lens, 1]) + 9), NOWHERE, dtype=torch.int32)
+        for row, length in zip(table[:, 4:], lens, strict=True):
+            row[:length] = slots[torch.randperm(used, generator=generator)[:length]]
+        q = torch.randn(len(lens), self.num_heads, width, generator=generator).to(self.dtype)
+        tensors = {"q": q, "seq_lens": torch.tensor(lens, dtype=torch.int32), "workspace": self.new_workspace(device)}
+        on_device = {name: tensor if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
+        on_device["kv_cache"], on_device["block_table"] = _half(cache.to(device), page), table.to(device)[:, 4:]
+        more = dict.fromkeys(("request_index", "query_start_loc", "kv_scale", "q_scale"))
+        numbers = {"softmax_scale": width**-0.5, "kv_lora_rank": width, "max_query_len": 1, "dtype": self.dtype}
+        return {**on_device, **more, **numbers}
+
+    def answer(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        return reference.mla_decode(unchecked_call(**{**inputs, "q": inputs["q"].double(), "dtype": torch.float64}))
+
+
 def check(
     kernel: Any, case: Case, device: str, tolerance: float = 1e-2, lse_tolerance: float = 1e-4
 ) -> tuple[Tensor, Tensor]:
@@ -157,5 +198,15 @@ def long_case(num_reqs: int, num_keys: int, **fields: Any) -> Case:
     return Case([(1, draw.randint(num_keys // 2, num_keys)) for _ in range(num_reqs)], **fields)
 
 
+def ones(*lens: int) -> list[tuple[int, int]]:
+    return [(1, length) for length in lens]
+
+
+def ragged(num_tokens: int, longest: int) -> list[tuple[int, int]]:
+    draw = random.Random(num_tokens + longest)
+    return ones(*(draw.choice([0, 1, 63, 64, 65, draw.randint(0, longest), longest]) for _ in range(num_tokens)))
+
+
 FP8_QUERIES: dict[str, Any] = {"format": "fp8", "has_fp8_queries": True}
 QUANTIZED: list[dict[str, Any]] = [{"format": "fp8"}, FP8_QUERIES, {"format": "fp8_ds_mla"}]
+SHARED_FORMATS = ["auto", "fp8_ds_mla"]

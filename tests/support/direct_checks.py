@@ -3,6 +3,7 @@
 import random
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,6 +42,37 @@ def tokens_of_rows(order: Tensor, num_rows: int, rank: int) -> Tensor:
 def exchange_on_gpu(**changes: Any) -> DirectExchange:
     options = {"group": dist.group.WORLD, "device": torch.device("cuda", torch.cuda.current_device()), **changes}
     return DirectExchange(**options)
+
+
+def seconds_on_gpu(call: Callable[[], object]) -> float:
+    """Return the time that a call and the GPU's work take."""
+    start = time.monotonic()
+    call()
+    torch.cuda.synchronize()
+    return time.monotonic() - start
+
+
+def check_replays(
+    run: Callable[[list[tuple[Tensor, ...]]], list[Tensor]],
+    draw_inputs: Callable[[int], list[tuple[Tensor, ...]]],
+    between: Callable[[int], object],
+) -> None:
+    """Check replays of a graph, mixed with eager calls before each and one after it (`between`)."""
+    held = draw_inputs(0)
+    run(held)  # compiles before the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        outcomes = run(held)
+    for seed in range(1, 4):
+        given = draw_inputs(seed)
+        wanted = run(given)
+        for inputs, new in zip(held, given, strict=True):
+            for tensor, value in zip(inputs, new, strict=True):
+                tensor.copy_(value)
+        graph.replay()
+        between(seed)
+        assert_same_bits(tuple(outcomes), tuple(wanted))
 
 
 def draw(exchange: DirectExchange, shape: Shape, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor, Tensor]:

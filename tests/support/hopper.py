@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import io
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,56 @@ from typing import Any
 import dcpmla
 
 _LOG = "ptxas.log"
+
+
+def new_source(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], multiples: str = "", source: Any = None
+) -> Any:
+    """Return the source of a kernel as it is launched: with pointers to multiples of 16 bytes.
+
+    Args:
+        types: Types of arguments by name; the others are int32.
+        multiples: A pattern of the names of integers that are multiples of 16, too.
+        source: Class of the source; None for Triton's own, which Gluon's kernels do not have.
+    """
+    from triton.compiler import ASTSource
+
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    attributes = {
+        (at,): [["tt.divisibility", 16]]
+        for at, (name, kind) in enumerate(signature.items())
+        if kind.startswith("*") or (kind == "i32" and multiples and re.search(multiples, name))
+    }
+    return (source or ASTSource)(kernel, signature, constexprs=constants, attrs=attributes)
+
+
+def compile_for_hopper(
+    kernel: Any, source: Any, types: dict[str, str], constants: dict[str, Any], **options: int
+) -> tuple[str, str]:
+    """Return the PTX of a kernel, and what the assembler says of it."""
+    compiled, said = build_for_hopper(kernel, source, types, constants, (), **options)
+    return str(compiled.asm["ptx"]), said
+
+
+def build_for_hopper(
+    kernel: Any,
+    source: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    multiples: tuple[str, ...],
+    **options: int,
+) -> tuple[Any, str]:
+    """Return a compiled kernel, and what the assembler says of it. multiples: Integers that are multiples of 16."""
+    pattern = f"^({'|'.join(multiples)})$" if multiples else ""
+    return compile_with_log(new_source(kernel, types, constants, pattern, source), options)
+
+
+def ptx_for_hopper(kernel: Any, dtype: str, constants: dict[str, Any], multiples: str = "stride", **types: str) -> str:
+    """Return the PTX of a kernel whose pointers, without another type, are to dtype."""
+    pointers = {name: f"*{dtype}" for name in kernel.arg_names if name.endswith("_ptr")}
+    ptx = str(compile_source(new_source(kernel, {**pointers, **types}, constants, multiples)).asm["ptx"])
+    assert "sm_90a" in ptx
+    return ptx
 
 
 def compile_source(source: Any, options: dict[str, Any] | None = None) -> Any:

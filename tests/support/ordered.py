@@ -1,6 +1,6 @@
 """Requests over caches that simulated ranks share, for attention in a fixed order."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from dcpmla import DCPConfig
 from dcpmla.attention.backends.calls import DecodeCall, split_queries
 from dcpmla.attention.mla.decode import run_call
 from dcpmla.attention.mla.deterministic import round_latents
-from dcpmla.attention.mla.prefill import dcp_mla_prefill, read_cache_rows
+from dcpmla.attention.mla.prefill import dcp_mla_prefill
 from dcpmla.attention.step.metadata import DecodeMetadata, StepBuilder, StepMetadata
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.formats import row_width, storage_dtype, write_latents
@@ -19,6 +19,7 @@ from dcpmla.cache.latent import num_blocks
 from dcpmla.comm.nccl import merge_rows
 from dcpmla.ownership import NUM_TILE_LANES
 from tests.support.layouts import dcp_config
+from tests.support.sharded_context import AllRanks
 
 Batch = Sequence[tuple[int, int, int]]  # seed, tokens after the step, new tokens of each request
 Run = Callable[[DecodeCall], tuple[Tensor, Tensor]]
@@ -115,13 +116,11 @@ def decode(
     batch: Batch,
     max_query_len: int = 1,
     run: Run = lambda call: run_call(call, None),
-    merge: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = merge_rows,
 ) -> list[tuple[Tensor, Tensor]]:
     """Return out and lse of each request's new tokens, which attend with absorbed queries on simulated ranks.
 
-    Args:
-        merge: Merge of several ranks' rows. The exchange `a2a` has the default: on a GPU a kernel, which rounds as the
-            merge within a rank does. torch's exponential rounds differently.
+    Several ranks' rows are merged as the exchange `a2a` does: on a GPU by a kernel, which rounds as the merge within a
+    rank does. torch's exponential rounds differently.
     """
     q = queries(sizes, batch, sizes.latent + sizes.rope)
     parts = []
@@ -130,26 +129,9 @@ def decode(
         parts.append(run(decode_call(sizes, size, q, cache, step.decode)))
     out, lse = parts[0]
     if size > 1:
-        out, lse = merge(*map(torch.stack, zip(*parts, strict=True)))
+        out, lse = merge_rows(*map(torch.stack, zip(*parts, strict=True)))
     new = [num for _, _, num in batch]
     return list(zip(out.split(new), lse.split(new), strict=True))
-
-
-class AllRanks:
-    """The exchange of ranks that are all here: it gathers a context from all caches."""
-
-    def __init__(self, shared: list[tuple[Tensor, StepMetadata]]) -> None:
-        chunks = [step.prefill.context_chunks for _, step in shared if step.prefill is not None]
-        self._rows: Iterator[Tensor] = (
-            torch.cat(
-                [read_cache_rows(cache, piece.local_slots) for (cache, _), piece in zip(shared, pieces, strict=True)]
-            )
-            for pieces in zip(*chunks, strict=True)
-        )
-
-    def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
-        gathered = next(self._rows)
-        return lambda: gathered.view(torch.uint8)[order].view(gathered.dtype)
 
 
 def prefill(sizes: Sizes, size: int, batch: Batch, workspace: int = 1 << 16) -> list[Tensor]:
@@ -171,7 +153,7 @@ def prefill(sizes: Sizes, size: int, batch: Batch, workspace: int = 1 << 16) -> 
     assert prefill is not None
     widths = sizes.latent, sizes.rope
     kv_scale = torch.ones(1, device=sizes.device) if sizes.cache_format == "fp8" else None
-    exchange: Any = AllRanks(shared)
+    exchange = AllRanks(*zip(*shared, strict=True))
     if prefill.context_chunks:
         latents = q.new_full((len(q), sum(widths)), torch.nan)  # not read
     else:

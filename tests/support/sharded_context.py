@@ -12,12 +12,13 @@ from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.formats import write_latents
 from dcpmla.cache.latent import num_blocks
+from dcpmla.comm.exchange import LocalExchange
 from tests.attention.test_reference import SCALE, L, P, R, V, attend_heads, check_close
 from tests.support.backends import up
 from tests.test_ownership import deal_slots
 
 
-class AllRanks:
+class AllRanks(LocalExchange):
     """The exchange of a group whose ranks are all here: it gathers context from all caches, chunk by chunk."""
 
     name = "all ranks"
@@ -29,19 +30,10 @@ class AllRanks:
             for pieces in zip(*chunks, strict=True)
         )
 
-    def gather_heads(self, q: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def combine(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
-
     def start_context(self, rows: Tensor, order: Tensor, tokens: Tensor) -> Callable[[], Tensor]:
-        gathered = next(self.chunks)
-        assert any(torch.equal(rows.nan_to_num(7.0), part.nan_to_num(7.0)) for part in gathered)
-        return lambda: torch.cat(gathered)[order]
-
-    def reserve_context(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        raise NotImplementedError
+        gathered = [part.view(torch.uint8) for part in next(self.chunks)]
+        assert any(torch.equal(rows.view(torch.uint8), part) for part in gathered)
+        return lambda: torch.cat(gathered)[order].view(rows.dtype)
 
 
 def naive_context_prefill(
