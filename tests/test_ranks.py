@@ -11,8 +11,9 @@ import torch.distributed as dist
 from dcpmla import init_mesh
 from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.runtime.graph import StepGraph
-from tests.runtime.test_graph import DCP, MAX_MODEL_LEN, make_cache, sums
+from tests.runtime.test_graph import DCP, MAX_MODEL_LEN, sums
 from tests.support import recording
+from tests.support.hash_model import new_cache
 from tests.support.ranks import run_ranks
 
 
@@ -43,7 +44,7 @@ def test_a_rank_that_leaves_without_a_result_is_a_failure() -> None:
 
 def keep_graph(is_released: bool) -> None:
     """Record a graph, and leave it to the garbage collector."""
-    cache = make_cache()
+    cache = new_cache(40)
     graph = StepGraph.decodes(sums, torch.tensor(0), cache, StepBuilder(DCP, 0), init_mesh(1, 1), 2, MAX_MODEL_LEN)
     recording.capture(graph)
     gc.disable()

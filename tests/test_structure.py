@@ -4,7 +4,9 @@ import ast
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from graphlib import CycleError, TopologicalSorter
+from importlib import import_module
 
+from tests.support.launchers import ROOT
 from tests.support.sources import (
     CORE_MODULES,
     FILES,
@@ -195,3 +197,19 @@ def test_owners_in_parts_are_found() -> None:
     code = "def a(x, dcp_rank, *, dcp_size): ...\ndef b(dcp_rank, dcp): ...\ndef c(rank, size): ..."
     functions = [node for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)]
     assert [takes_owner_in_parts(function) for function in functions] == [True, False, False]
+
+
+def test_names_that_functions_of_tests_import_are_there() -> None:
+    """Functions for GPUs alone import what they need when they run, which is not here."""
+    missing = []
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            module = (isinstance(node, ast.ImportFrom) and node.module) or ""
+            if module.startswith("tests.") and ".engines" not in module:
+                files = ROOT / module.replace(".", "/")
+                missing += [
+                    f"{path.name}:{node.lineno}: {module} has no {alias.name}"
+                    for alias in node.names
+                    if not hasattr(import_module(module), alias.name) and not (files / f"{alias.name}.py").exists()
+                ]
+    assert not missing

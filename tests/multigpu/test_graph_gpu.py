@@ -143,9 +143,10 @@ def test_what_cannot_be_captured(tmp_path: Path) -> None:
 
 def break_off() -> list[str]:
     """Check that failures of steps, and those that only a capture meets, are errors and do not disable graphs."""
-    from tests.runtime.test_graph import DCP, make_cache
+    from tests.runtime.test_graph import DCP
+    from tests.support.hash_model import new_cache
 
-    cache, token, messages = make_cache("cuda"), torch.tensor(0, device="cuda"), []
+    cache, token, messages = new_cache(40, "cuda"), torch.tensor(0, device="cuda"), []
 
     def waits(inputs: Tensor, *_: object) -> Tensor:
         torch.cuda.synchronize()
@@ -174,9 +175,10 @@ def one_rank_runs_out() -> str:
     """Run one rank out of memory in its capture, after a collective; then both ranks capture and replay that
     collective.
     """
-    from tests.runtime.test_graph import DCP, MAX_MODEL_LEN, make_cache, requests_of
+    from tests.runtime.test_graph import DCP, MAX_MODEL_LEN, requests_of
+    from tests.support.hash_model import new_cache
 
-    mesh, cache, steps = init_mesh(2, 1), make_cache("cuda"), StepBuilder(DCP, 0, "cuda")
+    mesh, cache, steps = init_mesh(2, 1), new_cache(40, "cuda"), StepBuilder(DCP, 0, "cuda")
     token, token_ids = torch.tensor(0, device="cuda"), torch.tensor([7, 8, 9], device="cuda")
 
     def adds(inputs: Tensor, *_: object) -> Tensor:
@@ -207,9 +209,10 @@ def test_one_rank_runs_out_of_memory() -> None:
 
 
 def check_refusals(directory: Path) -> None:
-    from tests.runtime.test_graph import DCP, MAX_MODEL_LEN, make_cache, requests_of, step_of, sums
+    from tests.runtime.test_graph import DCP, MAX_MODEL_LEN, requests_of, step_of, sums
+    from tests.support.hash_model import new_cache
 
-    mesh, cache = init_mesh(1, 1), make_cache("cuda")
+    mesh, cache = init_mesh(1, 1), new_cache(40, "cuda")
     graph = StepGraph.decodes(
         sums, torch.tensor(0, device="cuda"), cache, StepBuilder(DCP, 0, "cuda"), mesh, 6, MAX_MODEL_LEN
     )
