@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import dcpmla.runtime.batch as batch_module
@@ -156,6 +156,7 @@ prompts = st.builds(lambda ones, end: ones * [1] + end, st.integers(0, 20), st.l
     prompt=prompts.filter(len),
     is_scored=st.booleans(),
 )
+@example(running=[([1, 1, 1, 1, 1, 0, 1, 1], 1)], prompt=[1, 1, 1, 1, 1, 0, 1, 1], is_scored=False)
 def test_coming_blocks_are_those_found_by_comparing_tokens(
     running: list[tuple[list[int], int]], prompt: list[int], is_scored: bool
 ) -> None:

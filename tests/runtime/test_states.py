@@ -1,7 +1,7 @@
 """States of requests: under any load each request goes on from the state after exactly the tokens it has computed."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dcpmla.cache.blocks import BlockAllocator
@@ -80,6 +80,7 @@ def load(tier: HostTier, loading: Loading, memory: dict[int, list[int]], host: d
 
 
 @given(prompts=prompts, room=st.integers(0, 20), more=st.integers(0, 3), budget=st.integers(1, 40))
+@example(prompts=[[1, 1], [1]], room=1, more=2, budget=3)
 def test_requests_go_on_from_their_own_states(prompts: list[list[int]], room: int, more: int, budget: int) -> None:
     longest = -(-max(len(prompt) + 5 for prompt in prompts) // BLOCK)
     allocator = BlockAllocator(longest + room, BLOCK, 3 + more)
