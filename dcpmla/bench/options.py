@@ -24,7 +24,11 @@ def listed(reader: Callable[[str], list[Any]], words: str, metavar: str = "A,B")
 
 
 def named(choices: Sequence[str], noun: str, words: str, metavar: str = "NAME,...") -> Arguments:
-    """Return the arguments of an option with a list of names. The noun, with its article, says what a name is."""
+    """Return the arguments of an option with a list of names.
+
+    Args:
+        noun: Noun with its article for messages about a wrong name, as in "a cache format".
+    """
     return listed(partial(name_list, choices=choices, kind=noun), words, metavar)
 
 

@@ -39,7 +39,11 @@ _COMPARED = ("floor_share", "scaling_efficiency", "speedup_over_*")
 
 
 def fields_of(case: Any, is_whole: bool = True) -> Row:
-    """Return the fields of a case, those of its parts among them; all, or those that differ from their defaults."""
+    """Return the fields of a case by name. The fields of a part take the part's place.
+
+    Args:
+        is_whole: Whether fields count that have their default values.
+    """
     fields: Row = {}
     if isinstance(case, tuple) and hasattr(case, "_asdict"):
         defaults = {} if is_whole else getattr(case, "_field_defaults", {})
@@ -50,7 +54,7 @@ def fields_of(case: Any, is_whole: bool = True) -> Row:
 
 
 def name_of(case: Any) -> str:
-    """Return a name of a case: what is not the default of its field."""
+    """Return a name of a case, made of the fields that differ from their defaults."""
     fields = fields_of(case, is_whole=False)
     return named(fields, fields) if fields else str(case)
 
@@ -68,7 +72,7 @@ def _label(name: str, value: Any) -> str:
 
 
 def results_of(row: Row) -> Iterator[str]:
-    """Yield the results of a row in words, those of no value left out."""
+    """Yield the results of a row in words, such as "12.1 us". Fields without a value have no words."""
     for field, value in row.items():
         if value is not None and value is not False and (pattern := _pattern_of(field)):
             yield _result(field, pattern, value)

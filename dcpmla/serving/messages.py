@@ -183,7 +183,11 @@ class Stop(Message, frozen=True):
 
 
 class Seen(Message, frozen=True):
-    """News of requests with stop strings: by id, how many first new tokens contain no whole stop string."""
+    """News of requests with stop strings.
+
+    Attributes:
+        nums_tokens: Number of each request's first new tokens that contain no whole stop string, by id.
+    """
 
     nums_tokens: dict[int, int]
 
