@@ -14,16 +14,14 @@ import pytest
 from dcpmla.cache import disk_transfer
 from dcpmla.cache.disk_transfer import DiskTransfers, Transfer
 from tests.support.disk import SLOT_BYTES, bytes_of, content_of, key_of, open_file, pieces_of
+from tests.support.waiting import wait_until
 
 NUM_SLOTS = 64
 
 
 def wait(*transfers: Transfer) -> list[bool]:
     """Wait for all transfers; return whether each has succeeded."""
-    deadline = time.monotonic() + 60
-    while not all(transfer.is_done for transfer in transfers):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(lambda: all(transfer.is_done for transfer in transfers), "transfers do not end", 0.001)
     return [not transfer.has_failed for transfer in transfers]
 
 

@@ -12,9 +12,10 @@ from dcpmla.serving.connections import Limits
 from dcpmla.serving.messages import Started
 from dcpmla.serving.settings import Settings
 from tests.support.agent import TEMPLATE, answer
-from tests.support.fake_ranks import AT_ONCE, FakeRanks, by_first_token, wait_until
+from tests.support.fake_ranks import AT_ONCE, FakeRanks, by_first_token
 from tests.support.scripted import RunningScript, scripted_tokenizer, serve_script
 from tests.support.servers import AUTHORIZED, KEY, MAX_MODEL_LEN, RunningServer, needle_with_template, serve
+from tests.support.waiting import wait_until
 
 LIMITS = Limits(head_seconds=2, body_seconds=4, send_seconds=2, total_bytes=24 << 20)
 MEMORY = 150 << 20  # bytes that a test may add to the process

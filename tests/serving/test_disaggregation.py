@@ -19,9 +19,9 @@ import httpx2
 import psutil
 import pytest
 
-from tests.support.fake_ranks import wait_until
 from tests.support.launchers import ROOT, free_port
 from tests.support.servers import AUTHORIZED, NEEDLE, RunningServer, needle_with_template, read_events, serve
+from tests.support.waiting import wait_until
 
 PAGE = (ROOT / "docs" / "disaggregation.md").read_text()
 LINES = [line for block in re.findall(r"^```\n(.*?)^```$", PAGE, re.S | re.M) for line in block.splitlines()]

@@ -17,7 +17,6 @@ from dcpmla.serving.chat_body import ChatBody
 from dcpmla.serving.protocol import CompletionBody
 from tests.support.fake_ranks import (
     AT_ONCE,
-    LATE,
     LONG,
     NEVER,
     SLOW,
@@ -25,9 +24,9 @@ from tests.support.fake_ranks import (
     head,
     is_closed,
     request,
-    wait_until,
 )
 from tests.support.servers import AUTHORIZED, read_events
+from tests.support.waiting import LATE, wait_until
 
 pytestmark = pytest.mark.usefixtures("within_limits")
 

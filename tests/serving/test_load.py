@@ -3,7 +3,6 @@
 import asyncio
 import json
 import random
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,13 @@ import pytest
 
 from tests.support.launchers import run_forked, unattended
 from tests.support.servers import AUTHORIZED, RunningServer, read_events
+from tests.support.waiting import wait_until
 
 NUM_STREAMS = 100  # more than run at once
 
 
-def wait_for(server: RunningServer, name: str, value: float, seconds: float = 10) -> None:
-    until = time.monotonic() + seconds
-    while server.metric(name) != value:
-        assert time.monotonic() < until, f"{name} is {server.metric(name)}"
-        time.sleep(0.05)
+def wait_for(server: RunningServer, name: str, value: float) -> None:
+    wait_until(lambda: server.metric(name) == value, name)
 
 
 def bodies() -> list[dict[str, Any]]:

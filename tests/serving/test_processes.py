@@ -18,10 +18,10 @@ import dcpmla.serving.frontend as frontend_module
 from dcpmla.serving.connections import Connection, Limits, limit_connections
 from dcpmla.serving.frontend import Frontend, listen
 from dcpmla.serving.messages import BEAT, Close, pack
-from tests.support.fake_ranks import LATE, wait_until
 from tests.support.launchers import free_port
 from tests.support.ranks import start_process
 from tests.support.servers import RunningServer, wait_until_healthy
+from tests.support.waiting import LATE, wait_until
 
 
 def start(main: Callable[[socket.socket], object], port: int = 0) -> Frontend:

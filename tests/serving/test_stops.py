@@ -22,6 +22,7 @@ import pytest
 from dcpmla.serving.frontend import Frontend, listen
 from tests.support.launchers import ROOT, environment, free_port
 from tests.support.servers import NEEDLE, QUESTION, read_events, serve, wait_until_healthy
+from tests.support.waiting import wait_until
 
 LONG = {"prompt": QUESTION, "temperature": 0, "ignore_eos": True, "stream": True}
 
@@ -65,16 +66,11 @@ def test_told_to_stop_while_answering(tmp_path: Path) -> None:
         with Reader.reading(server.url, 120) as running:
             waiting = Reader(server.url, 3)
             waiting.start()
-            until = time.monotonic() + 20
-            while server.metric("requests_waiting") != 1:
-                assert time.monotonic() < until
-                time.sleep(0.02)
+            wait_until(lambda: server.metric("requests_waiting") == 1, "the request does not wait", 0.02)
             answer = httpx2.post(f"{server.url}/v1/completions", json={"prompt": QUESTION}, timeout=30)
             assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
             server.stop(rank=1)
-            while httpx2.get(f"{server.url}/health").status_code == 200:
-                assert time.monotonic() < until
-                time.sleep(0.02)
+            wait_until(lambda: httpx2.get(f"{server.url}/health").status_code != 200, "it does not stop", 0.02)
             assert running.is_alive()
             assert refused(server.url) == (503, "stopping")
         waiting.join(30)

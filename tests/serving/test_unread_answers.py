@@ -11,7 +11,6 @@ import pytest
 from tests.support.fake_ranks import (
     AT_ONCE,
     ENDLESS,
-    LATE,
     LONG,
     LONG_TEXT,
     NEVER,
@@ -20,9 +19,9 @@ from tests.support.fake_ranks import (
     head,
     is_closed,
     request,
-    wait_until,
 )
 from tests.support.servers import AUTHORIZED, KEY, read_events
+from tests.support.waiting import LATE, wait_until
 
 pytestmark = pytest.mark.usefixtures("within_limits")
 

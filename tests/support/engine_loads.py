@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from random import Random
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.hash_model import BLOCK, EOS, alone
+from tests.support.waiting import wait_until
 
 
 class Ask(NamedTuple):
@@ -89,7 +91,7 @@ def serve(
         expected: Function that returns the tokens of a prompt alone.
     """
     requests: dict[int, Request] = {}
-    for num_steps in range(20_000):
+    for num_steps in count():
         for index, ask in enumerate(load.asks):
             if ask.arrival == num_steps:
                 params = SamplingParams(max_new_tokens=ask.num_new)
@@ -112,11 +114,12 @@ def serve(
 def settle(engine: Engine) -> None:
     """Step until all transfers have ended, and with a disk, until host memory has all blocks, from where they go on."""
     tier = engine.scheduler.tier
-    for _ in range(10_000):
+
+    def is_settled() -> bool:
         engine.step()
-        if engine._agreement.progress.is_empty and not (tier.disk.blocks.num_slots and tier.num_pending):
-            return
-    raise AssertionError("transfers do not end")
+        return engine._agreement.progress.is_empty and not (tier.disk.blocks.num_slots and tier.num_pending)
+
+    wait_until(is_settled, "transfers do not end", pause=0)
 
 
 def check_empty(engine: Engine) -> None:

@@ -31,8 +31,8 @@ from dcpmla.serving.messages import (
 from dcpmla.serving.settings import Settings
 from tests.support.ranks import start_process
 from tests.support.servers import KEY, wait_until_healthy
+from tests.support.waiting import LATE
 
-LATE = 60  # seconds after which a test fails
 # First tokens of prompts, which are answered each in its own way.
 AT_ONCE, NEVER, LONG, SLOW, ENDLESS = range(5)
 LONG_TEXT = "x" * (8 << 20)
@@ -155,10 +155,3 @@ def is_closed(connection: socket.socket) -> bool:
         while connection.recv(1 << 16):
             pass
     return True
-
-
-def wait_until(condition: Callable[[], bool], words: str) -> None:
-    until = time.monotonic() + LATE
-    while not condition():
-        assert time.monotonic() < until, words
-        time.sleep(0.05)

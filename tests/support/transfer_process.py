@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -13,6 +12,7 @@ from dcpmla.transfer.transport import Peer, rank_name
 from tests.support.plain_cache import new_layout
 from tests.support.ranks import start_process
 from tests.support.transfer_soak import WINDOW, SoakRank, new_transport
+from tests.support.waiting import wait_until
 
 LAYOUT = new_layout(1, 1, 1, 4)
 
@@ -49,19 +49,14 @@ class Rank:
         blocks, state = self.cache.blocks(number), number % WINDOW
         self.transfers[number] = self.side.open(engine, f"h{number}", 0, num_tokens, blocks, state)
 
-    def wait_for_bytes(self, number: int, seconds: float = 60) -> None:
+    def wait_for_bytes(self, number: int) -> None:
         """Wait until some of a transfer has moved."""
-        until = time.monotonic() + seconds
-        while not self.transfers[number].num_bytes:
-            assert time.monotonic() < until, f"nothing of transfer {number} moves"
-            time.sleep(0.001)
+        wait_until(lambda: self.transfers[number].num_bytes > 0, f"nothing of transfer {number} moves", 0.001)
 
-    def wait(self, number: int, seconds: float = 60) -> tuple[bool, str]:
+    def wait(self, number: int) -> tuple[bool, str]:
         """Return whether a transfer succeeded, with the right content, and the reason why not."""
-        transfer, until = self.transfers[number], time.monotonic() + seconds
-        while not transfer.is_done:
-            assert time.monotonic() < until, f"transfer {number} goes on"
-            time.sleep(0.001)
+        transfer = self.transfers[number]
+        wait_until(lambda: transfer.is_done, f"transfer {number} goes on", 0.001)
         if isinstance(self.side, Incoming) and not transfer.has_failed:
             self.cache.check(number)
         return not transfer.has_failed, transfer.reason
