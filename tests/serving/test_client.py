@@ -59,6 +59,12 @@ def make_engine(tokenizer: Any = None, **changes: int) -> tuple[Engine, Wire]:
     return engine, wire
 
 
+def make_api(engine: Engine, worker: Worker | None = None) -> Api:
+    """Return the API over an engine's end, on any host's name."""
+    settings = Settings(name="model", request_timeout=30, host="0.0.0.0")
+    return Api(engine, settings, Limits(), worker or Worker(prepare))
+
+
 async def test_a_request_past_its_deadline_is_aborted() -> None:
     engine, wire = make_engine()
     with (
@@ -155,29 +161,11 @@ async def test_errors_of_the_engine(reason: str | None, error: str, status: int,
     assert (raised.value.status, raised.value.code) == (status, code)
 
 
-class Entries(tuple[int, ...]):
-    """A tuple that counts the entries of concatenations."""
-
-    num_copied = 0
-
-    def __add__(self, other: Any) -> "Entries":
-        joined = Entries((*self, *other))
-        Entries.num_copied += len(joined)
-        return joined
-
-
-def test_many_outputs_are_joined_in_one_pass() -> None:
-    outputs = [Output(1, "a", Entries([number])) for number in range(2000)]
-    (whole,) = merged(outputs)
-    assert (len(whole.text), whole.token_ids) == (2000, tuple(range(2000)))
-    assert Entries.num_copied <= 2000  # in pairs it would be two millions
-
-
 @pytest.mark.parametrize("fields", [{}, {"n": 3}, {"logprobs": 2}, {"stream": True}])
 async def test_an_open_request_holds_no_copy_of_its_prompt(fields: dict[str, Any]) -> None:
     """Once it is sent: its answer may take minutes."""
     engine, wire = make_engine(max_num_seqs=5, max_model_len=50_000, num_cache_tokens=50_000)
-    app = Api(engine, Settings(name="model", request_timeout=30, host="0.0.0.0"), Limits(), Worker(prepare)).app()
+    app = make_api(engine).app()
     num_before = num_long_lists(40_000)
     client = Client(app, "/v1/completions", json.dumps({"prompt": [7] * 40_000, **fields}).encode())
     while not wire.sent:
@@ -208,15 +196,25 @@ def test_silence_is_not_health(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not engine.is_healthy
 
 
+class Entries(tuple[int, ...]):
+    """A tuple that counts the entries of concatenations."""
+
+    num_copied = 0
+
+    def __add__(self, other: Any) -> "Entries":
+        joined = Entries((*self, *other))
+        Entries.num_copied += len(joined)
+        return joined
+
+
 def test_outputs_that_wait_come_as_one() -> None:
-    outputs = [
-        Output(1, "a", (5,), num_cached_tokens=4),
-        Output(2, "x", (6,)),
-        Output(1, "b", (7,), finish_reason="stop", num_cached_tokens=4),
-    ]
-    first, second = merged(outputs)
-    assert (first.text, first.token_ids, first.finish_reason, first.num_cached_tokens) == ("ab", (5, 7), "stop", 4)
-    assert second == outputs[1]
+    """In one pass: in pairs, two million tokens would be copied."""
+    outputs = [Output(1, "a", Entries([number]), num_cached_tokens=4) for number in range(2000)]
+    other, last = Output(2, "x", (6,)), outputs[-1]._replace(finish_reason="stop")
+    first, second = merged([outputs[0], other, *outputs[1:-1], last])
+    assert (first.text, first.token_ids, first.finish_reason) == ("a" * 2000, tuple(range(2000)), "stop")
+    assert (first.num_cached_tokens, second) == (4, other)
+    assert Entries.num_copied <= 2000
 
 
 def hear(engine: Engine, *messages: Message) -> None:

@@ -13,11 +13,9 @@ from dcpmla.serving import receive
 from dcpmla.serving.app import Api
 from dcpmla.serving.background import Background, Prepared, prepare
 from dcpmla.serving.client import Engine
-from dcpmla.serving.connections import Limits
 from dcpmla.serving.messages import Started
-from dcpmla.serving.settings import Settings
 from dcpmla.serving.worker import CLIENT, Allowance, Worker
-from tests.serving.test_client import make_engine
+from tests.serving.test_client import make_api, make_engine
 from tests.support.agent import TEMPLATE, WEATHER
 from tests.support.asgi import Client
 from tests.support.scripted import scripted_tokenizer
@@ -74,7 +72,7 @@ def slow_api() -> tuple[Engine, Slow, Api]:
     model = Started("", len(tokenizer), 500_000, 2, 500_000, eos_token_ids=(1,))
     engine.prepared = Prepared(model, tokenizer)
     worker = Slow(prepare)
-    return engine, worker, Api(engine, Settings(name="model", request_timeout=30, host="0.0.0.0"), Limits(), worker)
+    return engine, worker, make_api(engine, worker)
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)

@@ -15,10 +15,8 @@ from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.serving.answers import Answers
 from dcpmla.serving.anthropic_body import MessagesBody
 from dcpmla.serving.anthropic_reply import MessagesReply
-from dcpmla.serving.app import Api
-from dcpmla.serving.background import Prepared, prepare
+from dcpmla.serving.background import Prepared
 from dcpmla.serving.chat_answers import ChatAnswers
-from dcpmla.serving.connections import Limits
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Output
 from dcpmla.serving.prompts import Prompt
@@ -26,11 +24,9 @@ from dcpmla.serving.reader import AnswerReader, HiddenTokens
 from dcpmla.serving.replies import WholeAnswer, collect, event, events
 from dcpmla.serving.responses_body import ResponsesBody
 from dcpmla.serving.responses_reply import ResponsesReply
-from dcpmla.serving.settings import Settings
 from dcpmla.serving.shown import Json
 from dcpmla.serving.slices import MAX_ENTRIES, SLICE, Each, check_entries, slices
-from dcpmla.serving.worker import Worker
-from tests.serving.test_client import make_engine
+from tests.serving.test_client import make_api, make_engine
 from tests.serving.test_texts import texts_of
 from tests.support.asgi import Client
 from tests.support.scripted import scripted_tokenizer
@@ -223,7 +219,7 @@ def test_a_chat_without_a_limit_asks_for_no_more_than_is_served(fields: dict[str
     engine, wire = make_engine(max_num_seqs=5, max_model_len=2_000_000, num_cache_tokens=2_000_000)
     tokenizer = scripted_tokenizer("{% for m in messages %}a{% endfor %}")
     engine.prepared = Prepared(replace(engine.ready().model, vocab_size=len(tokenizer)), tokenizer)
-    app = Api(engine, Settings(name="model", request_timeout=30, host="0.0.0.0"), Limits(), Worker(prepare)).app()
+    app = make_api(engine).app()
 
     async def ask() -> int:
         body = {"messages": [{"role": "user", "content": "a"}], **fields}

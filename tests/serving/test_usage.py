@@ -97,7 +97,11 @@ def test_choices_have_the_tokens_of_their_prompt_in_common() -> None:
     assert answers.whole()["usage"] == total
 
 
-def test_times_of_requests() -> None:
+def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(f"dcpmla_{name}", labels)
+
+
+def test_times_and_ends_of_requests() -> None:
     """Two requests of one submission: their first tokens after 2 and 5 s, three and one tokens in all."""
     metrics, timings = Metrics(), Timings(100.0)
     for now, output in (
@@ -117,14 +121,13 @@ def test_times_of_requests() -> None:
         "time_per_output_token_seconds_count": 1,
         "time_per_output_token_seconds_sum": 4,
     }
-    assert {name: metrics.registry.get_sample_value(f"dcpmla_{name}") for name in expected} == expected
+    assert {name: value(metrics, name) for name in expected} == expected
     for limit, number in (("1.0", 0), ("2.5", 1), ("5.0", 2)):
-        name = "dcpmla_time_to_first_token_seconds_bucket"
-        assert metrics.registry.get_sample_value(name, {"le": limit}) == number
-
-
-def value(metrics: Metrics, name: str, **labels: str) -> float | None:
-    return metrics.registry.get_sample_value(f"dcpmla_{name}", labels)
+        assert value(metrics, "time_to_first_token_seconds_bucket", le=limit) == number
+    for request_id, reason in ((3, "length"), (4, None)):
+        metrics.observe(Output(request_id, "e", (5,), finish_reason=reason), timings, 111.0)
+    ends = {reason: value(metrics, "requests_total", finish_reason=reason) for reason in ("stop", "length", "abort")}
+    assert ends == {"stop": 1, "length": 2, "abort": None}
 
 
 def test_totals_are_counted_once() -> None:
@@ -137,11 +140,3 @@ def test_totals_are_counted_once() -> None:
     assert value(metrics, "kv_offload_blocks_total", tier="host", direction="load") == 5
     assert value(metrics, "kv_transfer_requests_total", direction="received", outcome="done") == 5
     assert [value(metrics, name) for name in ("requests_running", "requests_waiting", "kv_cache_use")] == [1, 2, 0.5]
-
-
-def test_requests_are_counted_by_their_ends() -> None:
-    metrics, timings = Metrics(), Timings(1.0)
-    for request_id, reason in enumerate(("stop", "length", "length", None)):
-        metrics.observe(Output(request_id, "a", (7,), finish_reason=reason), timings, 2.0)
-    ends = {reason: value(metrics, "requests_total", finish_reason=reason) for reason in ("stop", "length", "abort")}
-    assert ends == {"stop": 1, "length": 2, "abort": None}
