@@ -186,8 +186,11 @@ NEUTRAL = {
     "tool_choice": "auto",
     "separate_reasoning": False,
     "regex": None,
-    "logit_bias": {},
-    "unheard_of": 1,
+    "logit_bias": None,
+    "structured_outputs": None,
+    "unheard_of": [1, {"a": None}],
+    "n": None,
+    "tools": [],
 }
 
 

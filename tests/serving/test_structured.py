@@ -18,7 +18,6 @@ from dcpmla.runtime.grammar import Grammar
 from dcpmla.serving.background import prepare
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Started
-from dcpmla.serving.sampling_fields import SamplingFields
 from dcpmla.serving.structured import GrammarChecks
 from dcpmla.serving.worker import Worker
 from tests.support.random_model import LINES, save_random_model
@@ -70,6 +69,7 @@ def client(server: RunningServer) -> OpenAI:
 
 
 def test_openai_s_client_parses_answers(client: OpenAI) -> None:
+    """Several whole ones, and a stream."""
     completion = client.chat.completions.parse(
         model="random",
         messages=[{"role": "user", "content": "a machine"}],
@@ -83,9 +83,6 @@ def test_openai_s_client_parses_answers(client: OpenAI) -> None:
     for choice in completion.choices:
         assert choice.finish_reason == "stop"
         assert isinstance(choice.message.parsed, Machine)
-
-
-def test_streams_are_in_their_grammars(client: OpenAI) -> None:
     wrapped = {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": SCHEMA}}
     stream = client.chat.completions.create(
         model="random", messages=[{"role": "user", "content": "x"}], response_format=wrapped, stream=True
@@ -237,9 +234,3 @@ async def test_equal_grammars_are_checked_once(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ApiError, match=r"x needs the extra structured: pip install 'dcpmla\[structured\]'"):
         await checks.check(Grammar("regex", "c"), "x.y", MODEL)
     assert checked == ["a", "b"]
-
-
-def test_null_is_the_default() -> None:
-    fields = SamplingFields.model_validate({"response_format": None, "structured_outputs": None})
-    assert fields.params(3, None, None).grammar is None
-    assert SamplingFields.model_validate({"response_format": {"type": "text"}}).grammar() is None

@@ -1,11 +1,9 @@
 """The values of usage and of /metrics: tokens that prefix reuse saved, and times, on a server and on a known clock."""
 
+import json
 import time
-from collections.abc import Callable
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 
 from dcpmla.serving.answers import Answers
@@ -13,68 +11,52 @@ from dcpmla.serving.messages import Output, Report
 from dcpmla.serving.metrics import Metrics, Timings
 from dcpmla.serving.prompts import Prompt
 from dcpmla.serving.protocol import CompletionBody
-from tests.support.servers import KEY, RunningServer
+from tests.support.servers import RunningServer
 
 BLOCK = 32  # tokens, over two ranks
 PROMPT = " ".join(f"amber-cat{number} 5;" for number in range(60))
-Usage = tuple[int, int]  # tokens of the prompt, and how many of them were cached
+MESSAGES = [{"role": "user", "content": PROMPT}]
+STREAMED = {"stream_options": {"include_usage": True}}
+ROUTES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # fields of a body, and those of a stream's
+    "/v1/completions": ({"prompt": PROMPT, "max_tokens": 3}, STREAMED),
+    "/v1/chat/completions": ({"messages": MESSAGES, "max_tokens": 3}, STREAMED),
+    "/v1/responses": ({"input": PROMPT, "max_output_tokens": 3}, {}),
+    "/v1/messages": ({"messages": MESSAGES, "max_tokens": 3}, {}),
+}
 TIMES = ("time_to_first_token_seconds", "request_seconds")
 
 
-def gpt(server: RunningServer) -> Any:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=60)
-
-
-def of_choices(create: Any, salt: str, streams: bool, **asked: Any) -> Usage:
-    options = {"stream_options": {"include_usage": True}} if streams else {}
-    done = create(model="needle", max_tokens=3, stream=streams, extra_body={"cache_salt": salt}, **options, **asked)
-    usage = [*done][-1].usage if streams else done.usage
-    return usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens
-
-
-def completions(server: RunningServer, salt: str, streams: bool) -> Usage:
-    return of_choices(gpt(server).completions.create, salt, streams, prompt=PROMPT)
-
-
-def chat(server: RunningServer, salt: str, streams: bool) -> Usage:
-    return of_choices(
-        gpt(server).chat.completions.create, salt, streams, messages=[{"role": "user", "content": PROMPT}]
-    )
-
-
-def responses(server: RunningServer, salt: str, streams: bool) -> Usage:
-    done = gpt(server).responses.create(
-        model="needle", input=PROMPT, max_output_tokens=3, stream=streams, extra_body={"cache_salt": salt}
-    )
-    usage = ([*done][-1].response if streams else done).usage
-    return usage.input_tokens, usage.input_tokens_details.cached_tokens
-
-
-def messages(server: RunningServer, salt: str, streams: bool) -> Usage:
-    client = anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0, timeout=60)
-    asked = [{"role": "user", "content": PROMPT}]
-    fields: Any = {"model": "needle", "max_tokens": 3, "messages": asked, "extra_body": {"cache_salt": salt}}
+def ask(client: Any, path: str, salt: str, streams: bool) -> tuple[int, int]:
+    """Return the number of the prompt's tokens, and how many of them were cached."""
+    body, more = ROUTES[path]
+    answer = client.post(path, json={**body, "cache_salt": salt, "stream": streams, **(more if streams else {})})
+    assert answer.status_code == 200, answer.text
+    texts = [answer.text]
     if streams:
-        usage: Any = [*client.messages.create(**fields, stream=True)][-2].usage  # type: ignore[union-attr]
-    else:
-        usage = client.messages.create(**fields).usage
-    assert usage.cache_creation_input_tokens == 0
-    return usage.input_tokens + usage.cache_read_input_tokens, usage.cache_read_input_tokens
+        texts = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+    values = list(map(json.loads, texts))
+    usages = [usage for value in values if (usage := value.get("response", value).get("usage"))]
+    usage: dict[str, Any] = usages[-1]
+    if path == "/v1/messages":
+        usage = values[0].get("message", values[0])["usage"] | usage
+        assert usage["cache_creation_input_tokens"] == 0
+        cached = usage["cache_read_input_tokens"]
+        return usage["input_tokens"] + cached, cached
+    kind = "input" if path == "/v1/responses" else "prompt"
+    return usage[f"{kind}_tokens"], usage[f"{kind}_tokens_details"]["cached_tokens"]
 
 
 @pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize("route", [completions, chat, responses, messages])
-def test_what_reuse_saves(
-    server: RunningServer, route: Callable[[RunningServer, str, bool], Usage], streams: bool
-) -> None:
+@pytest.mark.parametrize("path", ROUTES)
+def test_what_reuse_saves(server: RunningServer, client: Any, path: str, streams: bool) -> None:
     def totals() -> dict[str, float]:
         times = [f"{name}_{kind}" for name in TIMES for kind in ("count", "sum")]
         names = ["prompt_tokens_total", "cached_prompt_tokens_total", *times]
         return {name: server.metric(name) for name in names}
 
-    salt = f"{route.__name__} {streams}"
+    salt = f"{path} {streams}"
     before, started = totals(), time.monotonic()
-    (length, cached), again = route(server, salt, streams), route(server, salt, streams)
+    (length, cached), again = (ask(client, path, salt, streams) for _ in range(2))
     elapsed = time.monotonic() - started
     assert length > 3 * BLOCK
     assert (cached, again) == (0, (length, (length - 1) // BLOCK * BLOCK))
