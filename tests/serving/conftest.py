@@ -86,6 +86,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeRanks]:
 
 
 @pytest.fixture
+def _short_texts_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dcpmla.serving.background._SMALL", 1 << 14)
+
+
+@pytest.fixture
 def within_limits(ranks: FakeRanks) -> Iterator[None]:
     """Check that memory stays bounded, that no connection and no request is left, and that the server answers."""
     memory = ranks.memory()

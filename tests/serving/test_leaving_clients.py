@@ -20,6 +20,8 @@ from tests.support.agent import TEMPLATE, WEATHER
 from tests.support.asgi import Client
 from tests.support.scripted import scripted_tokenizer
 
+pytestmark = pytest.mark.usefixtures("_short_texts_are_long")
+
 LONG = "word " * 20_000
 USER = [{"role": "user", "content": LONG}]
 SHORT = [{"role": "user", "content": "a"}]
@@ -46,11 +48,6 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/tokenize", {"messages": USER}),
     ("/detokenize", {"tokens": [5] * 70_000}),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _short_texts_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dcpmla.serving.background._SMALL", 1 << 14)
 
 
 class Slow(Worker):

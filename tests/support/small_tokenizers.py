@@ -81,6 +81,11 @@ def byte_letter(byte: int) -> str:
     )
 
 
+def ids_of_bytes(content: bytes) -> list[int]:
+    """Return tokens of single bytes of the straddling vocabulary."""
+    return list(tokenizer_of("straddling").convert_tokens_to_ids([byte_letter(byte) for byte in content]))
+
+
 def metaspace() -> PreTrainedTokenizerFast:
     """As SentencePiece's: a word's token begins with its space, dropped at the start of a text."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
