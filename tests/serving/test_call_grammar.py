@@ -19,7 +19,6 @@ from dcpmla.runtime.grammar_text import compile_grammar
 from dcpmla.runtime.grammars import Follower
 from dcpmla.serving.answer_grammars import AnswerGrammars
 from dcpmla.serving.background import Prepared
-from dcpmla.serving.call_grammar import GrammarWriter, either, sequence
 from dcpmla.serving.chat.formats import FORMATS
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Started
@@ -335,16 +334,3 @@ def test_wrapped_calls_keep_to_schemas_that_tags_cannot() -> None:
     use = ToolUse(tool(anyOf=[{"required": ["a"], "properties": {"a": {"type": "integer"}}}]), required=["f"])
     text = next(filter(None, (written(tokenizer_of("ling"), grammar_of("ling", use), seed) for seed in range(9))))
     assert "arg_key" not in text
-
-
-def test_expressions_without_special_tokens() -> None:
-    writer = GrammarWriter({})
-    values = writer.repeated(either([writer.text("</v>"), r"/[0-9]\//"]), writer.literal("-"), 2)
-    grammar = writer.grammar(sequence(writer.literal("a"), values, writer.json({"type": "null"})))
-    matcher = compile_grammar(vocabulary_of(tokenizer_of("mistral")), "grammar", grammar.text)
-    tokenizer = tokenizer_of("mistral")
-    for text, is_whole in (("ax\n</v>null", True), ("a1/-b</v>null", True), ("a1/-2/-3/null", False)):
-        tokens = tokenizer(text)["input_ids"]
-        is_consumed = matcher.try_consume_tokens(tokens) == len(tokens)
-        assert (is_consumed and matcher.is_accepting()) is is_whole
-        matcher.reset()

@@ -67,9 +67,16 @@ def test_a_process_that_beats_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> 
     os.kill(frontend._pid, signal.SIGKILL)
 
 
-def test_half_a_command_is_none() -> None:
-    frontend = start(lambda connection: connection.sendall(pack(Close())[:-1]))
-    with pytest.raises(RuntimeError, match="the HTTP process has ended: see its lines above"):
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [
+        (lambda connection: connection.sendall(pack(Close())[:-1]), "has ended: see its lines above"),  # half a command
+        (lambda _: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL, by hand or for want of memory"),
+    ],
+)
+def test_the_end_of_a_process_is_named(main: Callable[[socket.socket], object], words: str) -> None:
+    frontend = start(main)
+    with pytest.raises(RuntimeError, match=f"the HTTP process {words}"):
         take(frontend)
     frontend.close()
 

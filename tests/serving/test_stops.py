@@ -1,11 +1,9 @@
 """How a server ends: told to stop, with a dead rank, and started again by torchrun."""
 
 import json
-import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -19,7 +17,6 @@ import httpx2
 import psutil
 import pytest
 
-from dcpmla.serving.frontend import Frontend, listen
 from tests.support.launchers import ROOT, environment, free_port
 from tests.support.servers import NEEDLE, QUESTION, read_events, serve, wait_until_healthy
 from tests.support.waiting import wait_until
@@ -89,16 +86,6 @@ def test_time_is_over_and_the_port_is_taken(tmp_path: Path) -> None:
         assert (error["type"], error["code"]) == ("server_error", "stopping")
         assert server.exit_codes() == [0], server.log()
         assert "leaked" not in server.log()
-
-
-def test_a_killed_http_process_is_named() -> None:
-    with listen("127.0.0.1", 0) as listener:
-        frontend = Frontend(lambda _: os.kill(os.getpid(), signal.SIGKILL), listener)
-    frontend.start()
-    frontend.wait(60)
-    with pytest.raises(RuntimeError, match="the HTTP process was killed by SIGKILL, by hand or for want of memory"):
-        frontend.take()
-    frontend.close()
 
 
 def page(*changes: tuple[str, str]) -> list[str]:
