@@ -27,7 +27,7 @@ from dcpmla.serving.responses_body import ResponsesBody
 from dcpmla.serving.sampling_fields import SamplingFields
 from dcpmla.serving.tools import ToolUse
 from tests.support.agent import TEMPLATE, WEATHER
-from tests.support.scripted import scripted_tokenizer
+from tests.support.small_tokenizers import scripted_tokenizer
 from tests.support.workers import worker_of
 
 # As templates of DeepSeek, of GLM and of Qwen write arguments.

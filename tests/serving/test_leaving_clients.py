@@ -18,7 +18,7 @@ from dcpmla.serving.worker import CLIENT, Allowance, Worker
 from tests.serving.test_client import make_api, make_engine
 from tests.support.agent import TEMPLATE, WEATHER
 from tests.support.asgi import Client
-from tests.support.scripted import scripted_tokenizer
+from tests.support.small_tokenizers import scripted_tokenizer
 
 pytestmark = pytest.mark.usefixtures("_short_texts_are_long")
 

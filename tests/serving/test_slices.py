@@ -29,7 +29,7 @@ from dcpmla.serving.slices import MAX_ENTRIES, SLICE, Each, check_entries, slice
 from tests.serving.test_client import make_api, make_engine
 from tests.serving.test_texts import texts_of
 from tests.support.asgi import Client
-from tests.support.scripted import scripted_tokenizer
+from tests.support.small_tokenizers import scripted_tokenizer
 from tests.support.whole_answers import body_of, whole_of
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from dcpmla.text.stream import TextStream
@@ -143,6 +143,16 @@ def ascii_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<eos>"])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+def scripted_tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """Return a byte-level tokenizer with markup (no special tokens), roles (special ones) and a chat template."""
+    backend = byte_level().backend_tokenizer
+    markup = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in markup])
+    roles = ["<|system|>", "<|developer|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>", "<|pad|>"]
+    backend.add_special_tokens(roles)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", chat_template=template)
 
 
 BUILDERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
