@@ -2,12 +2,12 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.text.stream import TextStream
 
 SENTENCES = [
@@ -22,17 +22,10 @@ BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())  # in an order that does not
 
 
 def new_stream(
-    tokenizer: Any,
-    stop: Sequence[str] = (),
-    prompt_token_ids: Sequence[int] = (),
-    *,
-    min_tokens: int = 0,
-    includes_stop: bool = False,
+    tokenizer: Any, stop: Sequence[str] = (), prompt_token_ids: Sequence[int] = (), includes_stop: bool = False
 ) -> TextStream:
     """Return a text under some sampling parameters."""
-    params = SimpleNamespace(
-        stop=stop, min_tokens=min_tokens, include_stop_str_in_output=includes_stop, skip_special_tokens=True
-    )
+    params = SamplingParams(stop=tuple(stop), include_stop_str_in_output=includes_stop)
     return TextStream(tokenizer, params, prompt_token_ids)
 
 

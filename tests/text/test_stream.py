@@ -7,9 +7,19 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import decoders
 
+from dcpmla.integrations.tokenizer import load_tokenizer
 from dcpmla.text.stream import TextStream
-from tests.support.small_tokenizers import FAMILIES, SENTENCES, SPECIAL, byte_letter, new_stream, tokenizer_of
+from tests.support.small_tokenizers import (
+    BUILDERS,
+    FAMILIES,
+    SENTENCES,
+    SPECIAL,
+    byte_letter,
+    new_stream,
+    tokenizer_of,
+)
 
 
 def whole(family: str, token_ids: Sequence[int]) -> str:
@@ -192,3 +202,34 @@ def test_broken_bytes_become_text(broken: bytes) -> None:
     text = "".join(stream.push([token]) for _ in range(500))
     assert len(text) >= 499
     assert text + stream.end((), False) == "\ufffd" * 500
+
+
+SPACES = decoders.Replace("▁", " ")
+DECODERS: dict[str, tuple[str, Any]] = {
+    "no space is dropped": ("byte_fallback", decoders.Sequence([SPACES, decoders.ByteFallback(), decoders.Fuse()])),
+    "a first space stays": ("metaspace", decoders.Metaspace(prepend_scheme="never")),
+    "a space before the first word": ("metaspace", decoders.Metaspace(prepend_scheme="first")),
+    "pieces": ("word_piece", decoders.WordPiece(cleanup=False)),
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_texts_are_what_the_decoder_makes(name: str) -> None:
+    family, decoder = DECODERS[name]
+    tokenizer = BUILDERS[family]()
+    tokenizer.backend_tokenizer.decoder = decoder
+    for text in [*SENTENCES, "  a", " ", "the"]:
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        for start in range(min(len(token_ids), 4)):
+            text = tokenizer.decode(token_ids[start:], skip_special_tokens=True)
+            assert "\ufffd" in text or "".join(streamed(new_stream(tokenizer), token_ids[start:])) == text
+
+
+def test_a_decoder_that_is_not_known_is_refused(tmp_path: Any) -> None:
+    """No text would be better than another text."""
+    tokenizer = BUILDERS["metaspace"]()
+    tokenizer.backend_tokenizer.decoder = decoders.CTC()
+    tokenizer.save_pretrained(tmp_path)
+    loaded, reason = load_tokenizer(tmp_path)
+    assert loaded is None
+    assert "the tokenizer decodes" in reason
