@@ -139,13 +139,17 @@ def test_broken_exchanges_are_told() -> None:
 
 
 @pytest.mark.usefixtures("one_process_on_cpu")
-def test_json_in_a_missing_directory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "none" / "doctor.json"
-    assert main(["doctor", "--device", "cpu", "--json", str(path)]) == 2
-    said = capfd.readouterr()
-    assert said.out == ""
     words = "where no file can be written (No such file or directory); give a path in a writable directory"
-    assert said.err == f"\ndcpmla: error: --json is {path}, {words}\n"
+    for option, value, message in (
+        ("--json", path, f"\ndcpmla: error: --json is {path}, {words}\n"),
+        ("--model", "elsewhere", "--model is elsewhere; it goes with --determinism"),
+    ):
+        assert main(["doctor", "--device", "cpu", option, str(value)]) == 2
+        said = capfd.readouterr()
+        assert said.out == ""
+        assert message in said.err
 
 
 @pytest.mark.gpu
@@ -190,5 +194,3 @@ def test_determinism(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypa
     assert main(command) == 1
     (last,) = json.loads(out.read_text())["self_tests"][-1:]
     assert last["failures"] == ["rank 0: 0 of 16 rows of logits are equal"]
-    assert main(["doctor", "--device", "cpu", "--model", "elsewhere"]) == 2
-    assert "--model is elsewhere; it goes with --determinism" in capfd.readouterr().err

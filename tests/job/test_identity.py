@@ -104,11 +104,6 @@ def test_a_rank_that_was_started_twice() -> None:
         open_round(store, job, 1, SOON)
 
 
-def is_shared(stores: list[dist.Store]) -> bool:
-    stores[0].set("key", "value")
-    return all(store.check(["key"]) for store in stores)
-
-
 def test_each_round_is_its_own() -> None:
     """In the second round a rank follows its dead predecessor's greeting; in the third, one came and died before."""
     store = dist.HashStore()
@@ -126,7 +121,8 @@ def test_each_round_is_its_own() -> None:
             open_round(store, THREE, 1, SOON)
         rounds.append([entered.result() for entered in enter(2, 1, 0)])
     for number, stores in enumerate(rounds):
-        assert is_shared(stores)
+        stores[0].set("key", "value")
+        assert all(store.check(["key"]) for store in stores)
         assert not any(store.check(["key"]) for later in rounds[number + 1 :] for store in later)
 
 
