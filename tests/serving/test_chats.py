@@ -178,17 +178,8 @@ def test_hidden_tokens_in_pieces() -> None:
 
 WORDS = ["type", "role", "content", "text", "tool_calls", "function", "name", "arguments", "id", "input", "call_id"]
 WORDS += ["output", "summary", "tool_use_id", "thinking", "strict", "parameters", "input_schema", "format", "edits"]
-KINDS = [
-    "message",
-    "reasoning",
-    "function_call",
-    "function_call_output",
-    "tool_result",
-    "tool_use",
-    "user",
-    "assistant",
-]
-KINDS += ["function", "text", "input_text", "tool", "system", "thinking", "custom", "auto", "none", "{}"]
+KINDS = ["message", "reasoning", "function_call", "function_call_output", "tool_result", "tool_use", "user", "custom"]
+KINDS += ["assistant", "function", "text", "input_text", "tool", "system", "thinking", "auto", "none", "{}"]
 # Texts of values that no writer of JSON makes, each in the body as a string with its number.
 RAW = [
     "-0.0",

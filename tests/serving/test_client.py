@@ -163,7 +163,7 @@ async def test_errors_of_the_engine(reason: str | None, error: str, status: int,
 
 @pytest.mark.parametrize("fields", [{}, {"n": 3}, {"logprobs": 2}, {"stream": True}])
 async def test_an_open_request_holds_no_copy_of_its_prompt(fields: dict[str, Any]) -> None:
-    """Once it is sent: its answer may take minutes."""
+    """Once it is sent: its answer may take minutes. All of it ends with its client."""
     engine, wire = make_engine(max_num_seqs=5, max_model_len=50_000, num_cache_tokens=50_000)
     app = make_api(engine).app()
     num_before = num_long_lists(40_000)
@@ -176,6 +176,8 @@ async def test_an_open_request_holds_no_copy_of_its_prompt(fields: dict[str, Any
     assert len(engine._open) == fields.get("n", 1)
     assert num_long_lists(40_000) == num_before
     await client.leave()
+    assert wire.sent == [Abort([*range(fields.get("n", 1))])]
+    assert len(engine._open) == 0
 
 
 def num_long_lists(length: int) -> int:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import pytest
 
 from benchmarks.http_load import describe_lost, drive
 from dcpmla.bench.load import Load
@@ -17,10 +16,6 @@ from tests.support.servers import AUTHORIZED, KEY, MAX_MODEL_LEN, RunningServer,
 from tests.support.waiting import wait_until
 
 NUM_STREAMS = 100  # more than run at once
-
-
-def wait_for(server: RunningServer, name: str, value: float) -> None:
-    wait_until(lambda: server.metric(name) == value, name)
 
 
 def bodies() -> list[dict[str, Any]]:
@@ -81,29 +76,9 @@ async def test_every_answer_is_generate_s(server: RunningServer, model: Path, tm
     for answer, leave, text in zip(answers, leaves, expected, strict=True):
         assert answer == (text if leave is None else answer)
         assert leave is not None or answer is not None
-    wait_for(server, "requests_running", 0)
+    wait_until(lambda: server.metric("requests_running") == 0, "requests are left")
     assert server.metric("kv_cache_use") == 0
     assert server.metric("requests_waiting") == 0
-
-
-async def ask_and_leave(server: RunningServer, body: dict[str, Any]) -> None:
-    """Ask, and leave once the engine computes all choices: before that it would hold no blocks to free."""
-    async with httpx2.AsyncClient(base_url=server.url, headers=AUTHORIZED, timeout=120) as client:
-        answer = asyncio.create_task(client.post("/v1/completions", json=body))
-        await asyncio.to_thread(wait_for, server, "requests_running", body["n"])
-        answer.cancel()
-
-
-@pytest.mark.parametrize("is_stream", [True, False])
-async def test_a_client_that_goes_away_frees_its_blocks(server: RunningServer, is_stream: bool) -> None:
-    """The request would take thousands of steps."""
-    aborts = 'requests_total{finish_reason="abort"}'
-    body = {"prompt": "amber-ant?", "max_tokens": 2000, "ignore_eos": True, "stream": is_stream, "n": 2}
-    num_aborted = server.metric(aborts)
-    await ask_and_leave(server, body)
-    wait_for(server, "requests_running", 0)
-    assert server.metric("kv_cache_use") == 0
-    wait_for(server, aborts, num_aborted + 2)
 
 
 def load(*input_lens: int) -> Load:

@@ -12,45 +12,30 @@ from tests.serving.chat.answers import TEMPLATES, parser_of, render, stream
 
 CALL = {"name": "search", "arguments": {"query": "a"}}
 
-
-@pytest.mark.parametrize(
-    ("name", "pattern"),
-    [
-        *((name, r"call_[0-9a-f]{24}") for name in FORMATS if name not in ("kimi_k2", "mistral")),
-        ("kimi_k2", r"functions\.search:[01]"),
-        ("mistral", r"[0-9A-Za-z]{9}"),
-    ],
-)
-def test_ids_are_as_the_family_wants_them(name: str, pattern: str) -> None:
-    calls = stream(parser_of(name), [render(TEMPLATES[name], "hm", "Hi", [CALL, CALL])])[2]
-    assert all(re.fullmatch(pattern, call["id"]) for call in calls)
-    assert len({call["id"] for call in calls}) == 2
-
-
-def kimi(header: str) -> str:
-    return f"<|tool_calls_section_begin|><|tool_call_begin|>{header}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>{}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+OWN = r"[0-9A-Za-z]{9}"  # Mistral's
+IDS = [
+    *((name, "", r"call_[0-9a-f]{24}") for name in FORMATS if name not in ("kimi_k2", "mistral")),
+    ("mistral", "", OWN),
+    ("mistral", "[TOOL_CALLS]search[CALL_ID]aB3dE6gH9[ARGS]{}", "aB3dE6gH9"),
+    *(("mistral", f"[TOOL_CALLS]search[CALL_ID]{bad}[ARGS]{{}}", f"(?!{bad}){OWN}") for bad in ("short", "éB3dE6gH9")),
+    ("kimi_k2", "", r"functions\.search:[01]"),
+    ("kimi_k2", KIMI.format("functions.search:7"), r"functions\.search:7"),  # the template repeats the model's id
+    ("kimi_k2", KIMI.format("functions.fs.write-file:0"), r"functions\.fs\.write-file:0"),
+    ("kimi_k2", KIMI.format("search:1"), r"functions\.search:5"),  # five calls came before
+    ("kimi_k2", KIMI.format("functions.search"), r"functions\.search:5"),
+    ("kimi_k2", KIMI.format(" search\n"), r"functions\.search:5"),
+]
 
 
-@pytest.mark.parametrize(
-    ("header", "call_id"),
-    [
-        ("functions.search:7", "functions.search:7"),  # the template repeats the model's id
-        ("functions.fs.write-file:0", "functions.fs.write-file:0"),
-        ("search:1", "functions.search:5"),  # five calls came before
-        ("functions.search", "functions.search:5"),
-        (" search\n", "functions.search:5"),
-    ],
-)
-def test_ids_of_kimi_count_the_conversation(header: str, call_id: str) -> None:
-    calls = stream(parser_of("kimi_k2", first_call=5), [kimi(header)])[2]
-    assert [call["id"] for call in calls] == [call_id]
-
-
-@pytest.mark.parametrize(("written", "is_kept"), [("aB3dE6gH9", True), ("short", False), ("éB3dE6gH9", False)])
-def test_ids_of_mistral(written: str, is_kept: bool) -> None:
-    calls = stream(parser_of("mistral"), [f"[TOOL_CALLS]search[CALL_ID]{written}[ARGS]{{}}"])[2]
-    assert (calls[0]["id"] == written) is is_kept
-    assert re.fullmatch(r"[0-9A-Za-z]{9}", calls[0]["id"])
+@pytest.mark.parametrize(("name", "answer", "pattern"), IDS)
+def test_ids_are_as_the_family_wants_them(name: str, answer: str, pattern: str) -> None:
+    """By default of two calls that a template writes."""
+    answer = answer or render(TEMPLATES[name], "hm", "Hi", [CALL, CALL])
+    ids = [call["id"] for call in stream(parser_of(name, first_call=5), [answer])[2]]
+    assert ids
+    assert all(re.fullmatch(pattern, each) for each in ids)
+    assert len({*ids}) == len(ids)
 
 
 @pytest.mark.parametrize("name", list(TEMPLATES))
