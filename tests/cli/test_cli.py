@@ -78,8 +78,10 @@ def test_options_reach_the_layout() -> None:
         assert dcp_config(args, 2) == DCPConfig(**sizes, **{name: value})
 
 
-def test_stops(model: Path, tmp_path: Path) -> None:
-    """An end-of-sequence token ends a request and is its last token; --max-model-len ends it too."""
+def test_stops_and_sampling_options(model: Path, tmp_path: Path) -> None:
+    """An end-of-sequence token ends a request and is its last token; --max-model-len ends it too, and so does a token
+    that an option names. So hot that only what keeps the best token alone gives the greedy answer.
+    """
 
     def output(model: Path, command: str) -> tuple[list[int], str]:
         assert generate(model, f"--prompt-ids 5,6,7 {command} --json", tmp_path / "out.json") == 0
@@ -91,6 +93,10 @@ def test_stops(model: Path, tmp_path: Path) -> None:
     (stopping / "generation_config.json").write_text(json.dumps({"eos_token_id": [VOCAB_SIZE - 1, tokens[2]]}))
     assert output(stopping, "--max-new-tokens 5") == (tokens[: tokens.index(tokens[2]) + 1], "stop")
     assert output(model, "--max-model-len 5") == (tokens[:2], "length")
+    named = f"--max-new-tokens 5 --stop-token-ids {VOCAB_SIZE - 2},{tokens[3]}"
+    assert output(model, named) == (tokens[: tokens.index(tokens[3]) + 1], "stop")
+    for options, is_greedy in (("", False), ("--top-k 1", True), ("--top-p 1e-6", True)):
+        assert (output(model, f"--max-new-tokens 5 --temperature 50 {options}")[0] == tokens) is is_greedy
 
 
 MISTAKES = {  # options -> words of the line

@@ -24,7 +24,6 @@ UNIQUE = {
     "name": "f",
     "input_schema": {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}},
 }
-NO_SCHEMA: dict[str, Any] = {"not": {}}
 USER = {"role": "user", "content": "hi"}
 
 

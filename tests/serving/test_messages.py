@@ -1,6 +1,7 @@
 """Messages between the HTTP process and the ranks: what they say, how many bytes they have, and where they wait."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import msgspec
@@ -47,14 +48,11 @@ LAYOUT = CacheLayout(
 JOB = Connect("engine", LAYOUT, [bytes(3), b"\xff"])
 
 
-class Wire:
-    """A writer that keeps the bytes."""
-
-    def __init__(self) -> None:
-        self.sent = b""
-
-    def write(self, packed: bytes) -> None:
-        self.sent += packed
+def new_outbox() -> tuple[Outbox, bytearray]:
+    """Return an outbox and the bytes that it has sent."""
+    sent = bytearray()
+    writer: Any = SimpleNamespace(write=sent.extend)
+    return Outbox(writer), sent
 
 
 SUBMIT = Submit([4, 5], [1, (1 << 64) - 1], [0, (1 << 31) - 1, 7], PARAMS, "salt \u00fc\0")
@@ -158,30 +156,30 @@ def test_jobs_with_other_fields_are_refused() -> None:
 
 def test_requests_that_are_dropped_leave_the_queue() -> None:
     """Fifty times a prompt of a megabyte, and no rank takes a command meanwhile."""
-    wire: Any = Wire()
-    outbox, prompt = Outbox(wire), [1 << 20] * (1 << 18)
+    (outbox, written), prompt = new_outbox(), [1 << 20] * (1 << 18)
     for number in range(50):
         outbox.submit(Submit([2 * number, 2 * number + 1], [0, 0], prompt, PARAMS))
         outbox.abort([2 * number, 2 * number + 1])
-    assert len(wire.sent) < WINDOW + 5 * len(prompt) + 2000
+    assert len(written) < WINDOW + 5 * len(prompt) + 2000
     assert not outbox._waiting
-    sent = [*unpack_commands(wire.sent)]
+    sent = [*unpack_commands(bytes(written))]
     submitted = {request_id for command in sent if isinstance(command, Submit) for request_id in command.request_ids}
     aborted = {request_id for command in sent if isinstance(command, Abort) for request_id in command.request_ids}
     assert submitted == aborted == set(range(len(submitted)))
     outbox.submit(Submit([100], [0], [1], PARAMS))
-    outbox.take(len(wire.sent))
-    assert [*unpack_commands(wire.sent)][-1] == Submit([100], [0], [1], PARAMS)
+    outbox.take(len(written))
+    assert [*unpack_commands(bytes(written))][-1] == Submit([100], [0], [1], PARAMS)
 
 
 def test_submissions_wait_while_the_ranks_take_none_and_keep_their_order() -> None:
-    wire: Any = Wire()
-    outbox, prompt = Outbox(wire), [7] * WINDOW  # each alone is more than the limit
+    (outbox, written), prompt = new_outbox(), [7] * WINDOW  # each alone is more than the limit
     for number in range(4):
         outbox.submit(Submit([number], [0], [number, *prompt], PARAMS))
     outbox.abort([2])
     orders = []
     for _ in range(4):
-        orders.append([command.request_ids[0] for command in unpack_commands(wire.sent) if isinstance(command, Submit)])
-        outbox.take(len(wire.sent))
+        orders.append(
+            [command.request_ids[0] for command in unpack_commands(bytes(written)) if isinstance(command, Submit)]
+        )
+        outbox.take(len(written))
     assert orders == [[0], [0, 1], [0, 1, 3], [0, 1, 3]]
