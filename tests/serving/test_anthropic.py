@@ -5,8 +5,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.support.agent import SUM, WEATHER, call, run
-from tests.support.agent_bodies import CLAUDE_CODE
+from tests.support.agent import CLAUDE_CODE, SUM, WEATHER, call, run
 from tests.support.fake_ranks import RunningScript
 from tests.support.servers import KEY
 

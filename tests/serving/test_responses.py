@@ -8,8 +8,7 @@ import openai
 import pytest
 
 from dcpmla.serving.responses_body import messages_of
-from tests.support.agent import SUM, WEATHER, call, run
-from tests.support.agent_bodies import CODEX
+from tests.support.agent import CODEX, SUM, WEATHER, call, run
 from tests.support.fake_ranks import RunningScript
 from tests.support.servers import AUTHORIZED, KEY
 

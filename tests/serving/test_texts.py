@@ -27,10 +27,10 @@ from tests.support.whole_answers import body_of, whole_of
 from tests.support.workers import worker_of
 
 
-def texts_of(family: str) -> Texts:
+def texts_of(family: str, max_model_len: int = 1000) -> Texts:
     tokenizer = tokenizer_of(family)
-    prepared = Prepared(Started("", len(tokenizer), 1000, 4, 1000), tokenizer)
-    return Texts(Background(prepared, worker_of(tokenizer)))
+    model = Started("", len(tokenizer), max_model_len, 4, max_model_len, no_grammars="not of all of them")
+    return Texts(Background(Prepared(model, tokenizer), worker_of(tokenizer)))
 
 
 def prompt_of(family: str, content: str | list[int]) -> Prompt:
@@ -109,22 +109,16 @@ def test_only_an_echo_needs_offsets() -> None:
 @pytest.mark.parametrize("adds_special", [False, True])
 def test_tokens_are_those_of_the_tokenizer(family: str, adds_special: bool) -> None:
     """Of short texts in a thread, and of a long one in a child of the worker."""
-    texts, tokenizer = long_texts_of(family), tokenizer_of(family)
+    texts, tokenizer = texts_of(family, 200_000), tokenizer_of(family)
     for text in (*SENTENCES, f"a{SPECIAL[1]} b", "", f"{SENTENCES[0]}\n" * 2000):
         expected = tokenizer(text, add_special_tokens=adds_special)["input_ids"]
         assert asyncio.run(texts.encode([text], adds_special)) == expected
 
 
-def long_texts_of(family: str) -> Texts:
-    tokenizer = tokenizer_of(family)
-    model = Started("", len(tokenizer), 200_000, 4, 200_000, no_grammars="not of all of them")
-    return Texts(Background(Prepared(model, tokenizer), worker_of(tokenizer)))
-
-
 @pytest.mark.usefixtures("_short_texts_are_long")
 def test_long_texts_and_prompts_of_many_tokens_go_through_a_child() -> None:
     """With the same offsets and text as short ones have."""
-    texts = long_texts_of("straddling")
+    texts = texts_of("straddling", 200_000)
     token_ids = ids_of_bytes(b"ab \xc3") * 20_000
     for content in (token_ids, "ab " * 30_000):
         prompt = asyncio.run(texts.prompt(content, wants_text=True))
