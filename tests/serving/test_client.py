@@ -30,33 +30,22 @@ from dcpmla.serving.messages import (
     Submit,
     merged,
     pack,
-    unpack_commands,
 )
-from dcpmla.serving.metrics import Metrics
-from dcpmla.serving.outbox import Outbox
 from dcpmla.serving.settings import Settings
 from dcpmla.serving.worker import Worker
 from tests.support.asgi import Client
 from tests.support.hash_model import Letters
 from tests.support.small_tokenizers import tokenizer_of
+from tests.support.transfer_servers import Ranks
 
 
-class Wire:
-    """A writer that keeps the commands."""
-
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
-
-    def write(self, packed: bytes) -> None:
-        self.sent += unpack_commands(packed)
-
-
-def make_engine(tokenizer: Any = None, **changes: int) -> tuple[Engine, Wire]:
-    wire: Any = Wire()
-    engine = Engine(wire, Outbox(wire), 1, Metrics())
+def make_engine(tokenizer: Any = None, **changes: int) -> tuple[Engine, Ranks]:
+    """Return an engine's end with a queue of one request, and its ranks, which answer nothing."""
+    ranks = Ranks("", answers=False)
+    ranks.engine.max_waiting = 1
     sizes = {"vocab_size": 100, "max_model_len": 50, "max_num_seqs": 2, "num_cache_tokens": 100}
-    engine.prepared = Prepared(Started("", **{**sizes, **changes}), tokenizer, "none is there")
-    return engine, wire
+    ranks.engine.prepared = Prepared(Started("", **{**sizes, **changes}), tokenizer, "none is there")
+    return ranks.engine, ranks
 
 
 def make_api(engine: Engine, worker: Worker | None = None) -> Api:
@@ -73,7 +62,7 @@ async def test_a_request_past_its_deadline_is_aborted() -> None:
     ):
         await anext(generation.outputs())
     assert error.value.status == 504
-    assert wire.sent == [Submit([0], [0], [1, 2], SamplingParams()), Abort([0])]
+    assert wire.commands == [Submit([0], [0], [1, 2], SamplingParams()), Abort([0])]
     assert len(engine._open) == 0
 
 
@@ -93,7 +82,7 @@ def test_choices_are_one_submission_a_prompt() -> None:
     params = SamplingParams(max_new_tokens=99, seed=3)
     engine.submit([[1, 2], [3]], params, seconds=9, num_choices=2, cache_salt="own")
     seeds = [params.for_prompt(index).seed for index in range(4)]
-    assert wire.sent == [
+    assert wire.commands == [
         Submit([0, 1], seeds[:2], [1, 2], replace(params, max_new_tokens=48), "own"),
         Submit([2, 3], seeds[2:], [3], replace(params, max_new_tokens=49), "own"),
     ]
@@ -124,7 +113,7 @@ def test_abandoned_requests_that_were_not_sent_are_dropped() -> None:
     engine.abandon(unsent)
     engine.abandon(sent)
     engine._hand_out(Report([], 0, 0, 0, 0.0, {}))
-    assert [type(command) for command in wire.sent] == [Submit, Abort]
+    assert [type(command) for command in wire.commands] == [Submit, Abort]
     assert engine.metrics.registry.get_sample_value("dcpmla_requests_total", {"finish_reason": "abort"}) == 3
 
 
@@ -168,15 +157,15 @@ async def test_an_open_request_holds_no_copy_of_its_prompt(fields: dict[str, Any
     app = make_api(engine).app()
     num_before = num_long_lists(40_000)
     client = Client(app, "/v1/completions", json.dumps({"prompt": [7] * 40_000, **fields}).encode())
-    while not wire.sent:
+    while not wire.commands:
         await asyncio.sleep(0.01)
-    assert [len(submitted.prompt_token_ids) for submitted in wire.sent] == [40_000]
-    wire.sent.clear()
+    assert [len(submitted.prompt_token_ids) for submitted in wire.commands] == [40_000]
+    wire.commands.clear()
     await asyncio.sleep(0.1)
     assert len(engine._open) == fields.get("n", 1)
     assert num_long_lists(40_000) == num_before
     await client.leave()
-    assert wire.sent == [Abort([*range(fields.get("n", 1))])]
+    assert wire.commands == [Abort([*range(fields.get("n", 1))])]
     assert len(engine._open) == 0
 
 
@@ -187,7 +176,7 @@ def num_long_lists(length: int) -> int:
 
 def test_silence_is_not_health(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = make_engine()
-    now = 100.0
+    engine._last, now = 0.0, 100.0
     monkeypatch.setattr(client_module.time, "monotonic", lambda: now)
     assert not engine.is_healthy
     engine._last = now
@@ -264,7 +253,7 @@ def test_a_stop_string_ends_a_request_in_front_of_the_ranks() -> None:
     (whole,) = merged([generation.queue.get_nowait() for _ in range(generation.queue.qsize())])
     assert (whole.text, whole.token_ids, whole.finish_reason, whole.stop_string) == ("AB", (0, 1, 2, 3), "stop", "CD")
     assert (len(whole.logprobs), whole.offsets) == (4, (0, 1, 2, 3))
-    assert wire.sent[1:] == [Stop(0, 4)]
+    assert wire.commands[1:] == [Stop(0, 4)]
     assert len(engine._open) == 0
 
 
@@ -274,6 +263,6 @@ def test_the_ranks_hear_how_far_texts_are() -> None:
     params = SamplingParams(max_new_tokens=99)
     engine.submit([[1, 2]], replace(params, stop=("?",)), seconds=9)
     engine.submit([[1, 2]], params, seconds=9)
-    num_sent = len(wire.sent)
+    num_sent = len(wire.commands)
     follow(engine, *([Output(0, "", (3,)), Output(1, "", (3,))] for _ in range(40)))
-    assert wire.sent[num_sent:] == [Seen({0: 16}), Seen({0: 32})]
+    assert wire.commands[num_sent:] == [Seen({0: 16}), Seen({0: 32})]

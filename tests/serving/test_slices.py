@@ -199,11 +199,7 @@ def test_an_event_has_a_name_once() -> None:
 def test_an_answer_has_a_limit(counts: tuple[int, int | None, int, int | None], field: str) -> None:
     with pytest.raises(ApiError, match=f"{MAX_ENTRIES + 1:,}|{MAX_ENTRIES:,}") as raised:
         check_entries(*counts)
-    assert raised.value.status == 400
-    assert raised.value.param == field
-
-
-def test_an_answer_at_the_limit_is_served() -> None:
+    assert (raised.value.status, raised.value.param) == (400, field)
     assert check_entries(MAX_ENTRIES // 4, 1, MAX_ENTRIES // 4, 1) == MAX_ENTRIES
     assert check_entries(1 << 40, None, 1 << 40, None) == 0
 
@@ -224,10 +220,10 @@ def test_a_chat_without_a_limit_asks_for_no_more_than_is_served(fields: dict[str
     async def ask() -> int:
         body = {"messages": [{"role": "user", "content": "a"}], **fields}
         client = Client(app, "/v1/chat/completions", json.dumps(body).encode())
-        while not wire.sent:
+        while not wire.commands:
             assert not client.task.done(), client.status
             await asyncio.sleep(0.001)
         await client.leave()
-        return int(wire.sent[0].params.max_new_tokens)
+        return int(wire.commands[0].params.max_new_tokens)
 
     assert asyncio.run(ask()) in (expected, expected + 1)  # the prompt has a token or two
