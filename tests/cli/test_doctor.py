@@ -178,7 +178,7 @@ def test_determinism(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypa
     assert [test["name"] for test in content["self_tests"]][:2] == ["decode", "prefill"]
     assert (set(content["exchanges"].values()), content["latencies"]) == ({"none"}, [])
     assert "exchange: none (the cache is not sharded, nothing moves)" in lines
-    assert lines[-1] == "all well: 3 self-tests passed on every rank"
+    assert lines[-1] == "all well: 4 self-tests passed on every rank"
     assert lines[-2] == "self-test of equal bits, dcp 1, exchange none, together: 16 of 16 rows of logits are equal"
     multiply = fixed.multiply_rows
     monkeypatch.setattr(fixed, "multiply_rows", lambda x, weight: multiply(x * (1 + (len(x) > 1) / 64), weight))
