@@ -4,7 +4,7 @@ it scales, and from which context on DCP is faster than TP.
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -16,10 +16,9 @@ from dcpmla.attention.mla.layer import PROJECT_FIRST_TOKENS
 from dcpmla.attention.stack import Stack as AttentionStack
 from dcpmla.bench.cache_formats import config_name, query_dtypes
 from dcpmla.bench.ceilings import Ceilings, floor_fields, measure_ceilings
-from dcpmla.bench.compressed_stack import compressed_makers
+from dcpmla.bench.compressed_stack import CompressedStack
 from dcpmla.bench.exchange_inputs import with_direct
 from dcpmla.bench.geometries import GEOMETRIES, config_of
-from dcpmla.bench.layer_stack import LayerStack
 from dcpmla.bench.layouts import (
     MLA,
     Layout,
@@ -33,7 +32,7 @@ from dcpmla.bench.options import named, single
 from dcpmla.bench.plots import draw_bars, draw_lines, new_figure, save_figure
 from dcpmla.bench.results import Row
 from dcpmla.bench.runner import Benchmark
-from dcpmla.bench.stack import CANDIDATES, PARTS, Stack, StackMaker, StackSizes
+from dcpmla.bench.stack import CANDIDATES, PARTS, Stack, StackSizes
 from dcpmla.bench.words import name_of
 from dcpmla.cli.options import positive
 from dcpmla.config import DCPConfig
@@ -118,10 +117,9 @@ class Layer(Benchmark[LayerCase, Stack]):
             group = self.meshes[dcp].dcp_group
             backends = args.dcp_comm_backend or with_direct(("a2a",), group, self.device)
             exchanges = [pair for pair in product(backends, args.variants) if pair[1] != "fp8" or pair[0] == "direct"]
-        for (label, maker), name in product(self.makers.items(), args.kv_cache_dtype):
+        for label, name in product(self.makers, args.kv_cache_dtype):
             dtypes = query_dtypes(name, args.decode_query_dtype)
-            index_formats = args.index_cache_dtype if maker.has_indexer else ["auto"]
-            for index_format, dtype, exchange in product(index_formats, dtypes, exchanges):
+            for index_format, dtype, exchange in product(args.index_cache_dtype, dtypes, exchanges):
                 yield Layout(dcp, *exchange, name, dtype, label, index_format)
 
     def cases(self) -> Iterator[LayerCase]:
@@ -136,9 +134,9 @@ class Layer(Benchmark[LayerCase, Stack]):
         if layout.dcp > 1:
             options |= {"dcp_comm_backend": layout.exchange, **_VARIANTS[layout.variant]}
         options |= {"kv_cache_dtype": config_name(layout.kv_cache_dtype), "index_cache_dtype": layout.index_cache_dtype}
-        mesh, num_layers = self.meshes[layout.dcp], self.args.num_layers
-        sizes = StackSizes(mesh, num_layers, case.batch, case.context, self.device, self.dtype)
-        return self.makers[layout.layer_kind].new(sizes, **options)
+        load = [1] * case.batch, [case.context] * case.batch
+        sizes = StackSizes(self.meshes[layout.dcp], self.args.num_layers, *load, self.device, self.dtype)
+        return self.makers[layout.layer_kind](sizes, sizes.dcp_config(**options))
 
     def measure(self, case: LayerCase, inputs: Stack) -> list[Row]:
         """Return a row for each part, the total first, with the sum of its parts, each timed alone."""
@@ -218,8 +216,9 @@ def _read_attention(geometry: str) -> AttentionStack:
     return attention.dense_stack() or attention
 
 
-def _stack_makers(attention: AttentionStack) -> dict[str, StackMaker]:
+def _stack_makers(attention: AttentionStack) -> dict[str, Callable[[StackSizes, DCPConfig], Stack]]:
     """Return the makers of stacks of a model's layers, by the labels of the layers."""
-    if attention.dense_stack() is None:
-        return compressed_makers(attention.config)
-    return {MLA: StackMaker(False, partial(LayerStack, attention.config))}
+    if attention.dense_stack() is not None:
+        return {MLA: partial(Stack, attention)}
+    kinds = dict.fromkeys(attention.config.layer_kinds)
+    return {kind.label: partial(CompressedStack, attention.config, kind) for kind in kinds}

@@ -16,7 +16,6 @@ from dcpmla.attention.mla.layer import PROJECT_FIRST_TOKENS
 from dcpmla.bench import timing
 from dcpmla.bench.compressed_stack import CompressedStack
 from dcpmla.bench.geometries import config_of
-from dcpmla.bench.layer_stack import LayerStack
 from dcpmla.bench.layouts import crossovers
 from dcpmla.bench.results import unknown_fields
 from dcpmla.bench.stack import PARTS as ALL_PARTS
@@ -169,7 +168,8 @@ def tiny() -> CompressedConfig:
 
 
 def new_stack(kind: LayerKind, tp: int = 1, dcp: int = 1) -> CompressedStack:
-    return CompressedStack(tiny(), kind, StackSizes(init_mesh(tp, dcp), 2, 2, CONTEXT, CPU, torch.float32))
+    sizes = StackSizes(init_mesh(tp, dcp), 2, [1] * 2, [CONTEXT] * 2, CPU, torch.float32)
+    return CompressedStack(tiny(), kind, sizes, sizes.dcp_config())
 
 
 def parts_of_steps(cuts: list[Cut]) -> list[tuple[Counter[str], Counter[str]]]:
@@ -177,9 +177,10 @@ def parts_of_steps(cuts: list[Cut]) -> list[tuple[Counter[str], Counter[str]]]:
     found = []
     with torch.inference_mode():
         for kind, dcp, options in cuts:
-            sizes = StackSizes(init_mesh(2, dcp), 2, PROJECT_FIRST_TOKENS, 70, CPU, torch.float32)
-            config = attention_of(config_of("tiny")).config
-            stack: Stack = LayerStack(config, sizes, **options) if kind is None else new_stack(kind, 2, dcp)
+            load = [1] * PROJECT_FIRST_TOKENS, [70] * PROJECT_FIRST_TOKENS
+            sizes = StackSizes(init_mesh(2, dcp), 2, *load, CPU, torch.float32)
+            mla = attention_of(config_of("tiny"))
+            stack = Stack(mla, sizes, sizes.dcp_config(**options)) if kind is None else new_stack(kind, 2, dcp)
             found.append(operators_of(stack))
     return found
 
