@@ -4,23 +4,18 @@ batch.
 
 import argparse
 import statistics
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from itertools import product
-from operator import itemgetter
-from pathlib import Path
 from typing import NamedTuple
 
 from dcpmla.bench.engine_steps import decode_steps, mixed_times
 from dcpmla.bench.forced import ForcedDrafter
 from dcpmla.bench.load import check_lengths, engine_fields
 from dcpmla.bench.options import listed, single
-from dcpmla.bench.plots import Panel, draw_panels
 from dcpmla.bench.results import Row
 from dcpmla.bench.runner import Benchmark
 from dcpmla.bench.step_times import is_quantized, modelled_times, size_of, step_times
 from dcpmla.bench.timing import largest
-from dcpmla.bench.words import named
 from dcpmla.cache.formats import format_name
 from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, positive, positive_list, seed, share_list
 from dcpmla.integrations.families.table import attention_of
@@ -67,7 +62,6 @@ class Generate(Benchmark[Batch, None]):
 
     ranks_of = "tp"
     has_engine = True
-    plot_help = "time per token and tokens/s"
     series = ("mode", "acceptance", "is_adaptive")
     options = {
         "batch": "1,2,4,8,16,32,64,128",
@@ -217,20 +211,6 @@ class Generate(Benchmark[Batch, None]):
             return Drafter()
         model = engine.model
         return ForcedDrafter(drafter, case.acceptance, model.vocab_size, model.device, not case.is_adaptive)
-
-    @classmethod
-    def plot(cls, path: Path, rows: Sequence[Row]) -> None:
-        """Draw time per token and tokens/s over batches, a line for each mode."""
-        rows = [row for row in rows if "batch" in row and "step_us" in row]
-        fastest, row = max(rows, key=itemgetter("tokens_per_second")), rows[0]
-        title = f"{row['model']}, tp {row['tp']}, dcp {row['dcp']}, {row['dtype']}, after {row['input_len']} tokens"
-        title += f": {fastest['tokens_per_second']:,.0f} tokens/s at batch {fastest['batch']}"
-        batch, rate = itemgetter("batch"), itemgetter("tokens_per_second")
-        panels = [
-            Panel("", rows, batch, lambda row: row["step_us"] / 1e3, ("batch", "time per token, ms")),
-            Panel("", rows, batch, rate, ("batch", "tokens/s")),
-        ]
-        draw_panels(path, title, panels, partial(named, cls.series), width=6.4)
 
     def close(self) -> None:
         engine = self.engine

@@ -7,15 +7,12 @@ import gc
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from operator import itemgetter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from dcpmla.bench.load import Load, add_load, check_lengths, engine_fields, make_load, request_rate, served_row
 from dcpmla.bench.options import single
-from dcpmla.bench.plots import draw_bars, new_figure, save_figure
 from dcpmla.bench.results import Row
 from dcpmla.bench.runner import Benchmark
 from dcpmla.cache.latent import num_blocks
@@ -35,13 +32,6 @@ _OPTIONS = (
     *("index_cache_dtype", "index_hadamard", "enable_expert_parallel", "max_num_batched_tokens", "max_num_seqs"),
     *("enforce_eager", "num_requests", "input_lens", "output_lens", "seed"),
 )
-_PLOTTED = (  # fields of rows, their labels and formats
-    ("requests_per_second", "requests/s", "{:,.2f}"),
-    ("max_num_running", "requests running at once", "{:,.0f}"),
-    ("time_to_first_token_mean", "mean time to first token, s", "{:,.3f}"),
-    ("time_per_token_mean", "mean time per token, s", "{:,.4f}"),
-    ("end_to_end_seconds_mean", "mean time of a request, s", "{:,.2f}"),
-)
 
 
 class Layout(NamedTuple):
@@ -55,7 +45,6 @@ class Serve(Benchmark[Layout, None]):
 
     ranks_of = "tp"
     has_engine = True
-    plot_help = "rates and mean latencies"
     options = {
         "request_rate": single(request_rate, "inf", "R", "requests a second, Poisson; inf: all at once"),
         "num_requests": single(positive, 200, "N", "requests of the load"),
@@ -134,19 +123,6 @@ class Serve(Benchmark[Layout, None]):
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         for name, *values in cells:
             yield "  ".join([name.ljust(widths[0]), *map(str.rjust, values, widths[1:])])
-
-    @classmethod
-    def plot(cls, path: Path, rows: Sequence[Row]) -> None:
-        """Draw rates, running requests and mean latencies, a bar for each DCP size."""
-        best, row = max(rows, key=itemgetter("requests_per_second")), rows[0]
-        load = f"{row['num_requests']} requests, {row['request_rate']} a second, tp {row['tp']}"
-        fast = f"dcp {best['dcp']} serves {best['requests_per_second']:,.2f} requests/s"
-        title = f"{load}, {row['kv_cache_bytes_per_rank'] / 2**30:,.1f} GiB of cache a rank: {fast}"
-        figure, axes = new_figure(title, num_axes=len(_PLOTTED), width=3.2)
-        for axis, (field, label, number) in zip(axes, _PLOTTED, strict=True):
-            names = (f"dcp {row['dcp']}" if row["dcp"] > 1 else "dcp 1 (tp only)" for row in rows)
-            draw_bars(axis, {name: row[field] or 0.0 for name, row in zip(names, rows, strict=True)}, label, number)
-        save_figure(path, figure)
 
 
 def _dcp_configs(args: argparse.Namespace) -> list[DCPConfig]:
