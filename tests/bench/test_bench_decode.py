@@ -113,52 +113,26 @@ def test_flops_and_bytes_are_counted_key_by_key(batch: int, context: int, query_
     assert fewer == [per_token[0], sum(per_token), batch * context * (1152 - 656)]
 
 
-@pytest.mark.parametrize(("dtypes", "width"), [*zip(FORMATS, (576, 576, 576, 656), strict=True)])
-def test_inputs_rotate(dtypes: tuple[str, str], width: int) -> None:
-    inputs = DecodeInputs(DecodeCase(2, 70, 3, 2, *dtypes), Caches(2, 70, 32, torch.float32, CPU, dtypes[0]))
-    num_sets = len(inputs.caches)
-    assert inputs.caches.rows.nbytes >= ROTATED_BYTES["cpu"]
-    assert inputs.seq_lens.tolist() == [69, 70, 69, 70]
-    assert (inputs.context_lens.tolist(), inputs.query_start_loc.tolist()) == ([70, 70], [0, 2, 4])
-    calls = [inputs.at(index) for index in range(num_sets + 1)]
-    for tensors in zip(*calls[:-1], strict=True):
-        assert len({tensor.data_ptr() for tensor in tensors}) == num_sets
-    assert [tensor.data_ptr() for tensor in calls[0]] == [tensor.data_ptr() for tensor in calls[-1]]
-    for q, kv_cache, table in calls:
-        assert (q.shape, kv_cache.shape) == ((4, 3, 576), (6, 32, width))
-        assert sorted(table.flatten().tolist()) == list(range(6))
-
-
 @pytest.mark.parametrize("dtypes", FORMATS)
 def test_answers_see_what_is_wrong(dtypes: tuple[str, str]) -> None:
+    """Latents are normal, unsaturated; of the newest keys the last one is exp's way to make up for the context."""
     torch.manual_seed(0)
-    inputs = DecodeInputs(DecodeCase(3, 70, 4, 2, *dtypes), Caches(3, 70, 32, torch.float32, CPU, dtypes[0]))
-    kernel = Ours(inputs)
+    caches = Caches(3, 70, 32, torch.float32, CPU, dtypes[0])
+    blocks = caches.rows[1][caches.block_tables[1].long()].flatten(1, 2)
+    latents = to_latents(blocks, 512, caches.kv_scale, torch.float32)
+    assert caches.rows.nbytes >= ROTATED_BYTES["cpu"]
+    assert float(latents[..., :-1].std()) == pytest.approx(1.0, abs=0.02)
+    mark = (2 + math.log(70) / 2) / (8 * SCALE)
+    torch.testing.assert_close(latents[:, 66:70, -1], torch.full((3, 4), mark), rtol=1 / 16, atol=0)
+    inputs = DecodeInputs(DecodeCase(3, 70, 4, 2, *dtypes), caches)
+    kernel, answer = Ours(inputs), Answer(inputs, 1)
     right, lse = kernel.result(*kernel.launch(1))
-    answer = Answer(inputs, 1)
     assert answer.tokens.tolist() == [0, 1, 4, 5]
     assert max(answer.errors(right, lse)) < 1e-5
+    assert max(answer.errors(*kernel.launch(1 + len(caches)))) < 1e-5  # the same set
     assert min(Answer(inputs, 0).errors(right, lse)) > 0.1  # the set of another call
-    assert answer.errors(1.1 * right, lse)[0] == pytest.approx(0.1, rel=1e-3)
-    assert answer.errors(right, lse + 0.3)[1] == pytest.approx(0.3, rel=1e-3)
-    right[4, 0, 0] = torch.nan
-    assert math.isnan(answer.errors(right, lse)[0])
     inputs.seq_lens = inputs.seq_lens.max().expand(6).contiguous()
     assert min(answer.errors(*kernel.launch(1))) > 0.1  # the causal bound is missed
-
-
-@pytest.mark.parametrize("kv_cache_dtype", ["bf16", "fp8", "fp8_ds_mla"])
-def test_latents_are_normal_in_every_format(kv_cache_dtype: str) -> None:
-    """And of those of the newest keys the last one is exp's way to make up for the context, unsaturated."""
-    caches = Caches(2, 70, 32, torch.float32, CPU, kv_cache_dtype)
-    latents = to_latents(
-        caches.rows[1][caches.block_tables[1].long()].flatten(1, 2), 512, caches.kv_scale, torch.float32
-    )
-    assert latents.shape == (2, 96, 576)
-    assert float(latents[..., :-1].std()) == pytest.approx(1.0, abs=0.02)
-    assert float(latents[:, :66].std()) == pytest.approx(1.0, abs=0.02)
-    mark = (2 + math.log(70) / 2) / (8 * SCALE)
-    torch.testing.assert_close(latents[:, 66:70, -1], torch.full((2, 4), mark), rtol=1 / 16, atol=0)
 
 
 @pytest.mark.parametrize("query_len", [1, 2])

@@ -1,6 +1,8 @@
 """The load of `dcpmla bench serve`, as requested and the same under every cut, and its rows by hand."""
 
 import math
+from collections import Counter
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,59 +19,34 @@ from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.stats import Stats
 from tests.support.models import VOCAB_SIZE
-from tests.support.ranks import run_ranks
 
 
 @given(rate=st.sampled_from([0.1, 3.0, 1e4]), seed=st.integers(0, 1 << 40))
-def test_arrivals_are_poisson(rate: float, seed: int) -> None:
+def test_a_load_is_drawn_from_its_lists_and_poisson(rate: float, seed: int) -> None:
     """The n-th arrival is a sum of n exponential gaps: mean n / rate, standard deviation sqrt(n) / rate.
 
-    5.5 of those: once in 10^7.
+    5.5 of those: once in 10^7. Another rate brings the same requests, and a longer load begins with a shorter one's.
     """
-    num = 4000
-    gaps = np.diff(make_load(num, rate, [1], [1], VOCAB_SIZE, seed).arrival_times, prepend=0.0) * rate
+    num, input_lens, output_lens = 2000, [3, 5, 9], [2, 50]
+    load = make_load(num, rate, input_lens, output_lens, VOCAB_SIZE, seed)
+    gaps = np.diff(load.arrival_times, prepend=0.0) * rate
     assert abs(gaps.sum() - num) < 5.5 * math.sqrt(num)
     for length in (0.5, 1.0, 2.0):  # P(gap > x) = exp(-x)
         share = math.exp(-length)
         assert abs((gaps > length).mean() - share) < 5.5 * math.sqrt(share * (1 - share) / num)
     assert abs(np.corrcoef(gaps[1:], gaps[:-1])[0, 1]) < 5.5 / math.sqrt(num)
-
-
-def test_all_at_once() -> None:
-    assert make_load(5, math.inf, [1], [1], VOCAB_SIZE, 0).arrival_times == 5 * [0.0]
-
-
-@given(input_lens=st.lists(st.integers(1, 9), min_size=1, max_size=3, unique=True), seed=st.integers(0, 99))
-def test_lengths_are_drawn_evenly_from_the_lists(input_lens: list[int], seed: int) -> None:
-    num, output_lens, vocab_size = 900, [2, 50], 20  # prompts of one token, too, draw every id
-    load = make_load(num, 1.0, input_lens, output_lens, vocab_size, seed)
-    drawn = [len(prompt) for prompt in load.prompts]
-    assert set(drawn) == set(input_lens)
-    assert set(load.output_lens) == set(output_lens)
-    for values, allowed in ((drawn, input_lens), (load.output_lens, output_lens)):
-        share = 1 / len(allowed)
-        assert all(
-            abs(values.count(length) - num * share) < 6 * math.sqrt(num * share * (1 - share)) + 1 for length in allowed
-        )
-    both = sum(length == input_lens[0] and output == 2 for length, output in zip(drawn, load.output_lens, strict=True))
-    assert abs(both - drawn.count(input_lens[0]) / 2) < 6 * math.sqrt(num / 4)  # drawn independently
-    tokens = {token for prompt in load.prompts for token in prompt}
-    assert tokens == set(range(vocab_size))
-
-
-def test_a_load_depends_on_its_arguments_alone() -> None:
-    arguments = (40, 3.0, [5, 9], [2, 4], VOCAB_SIZE)
-    first, second = run_ranks(2, make_load, *arguments, 7)
-    assert first == second == make_load(*arguments, 7)
-    assert make_load(*arguments, 8) != first
-    faster, longer = make_load(40, 6.0, *arguments[2:], 7), make_load(60, *arguments[1:], 7)
-    assert (faster.prompts, faster.output_lens) == (first.prompts, first.output_lens)
-    np.testing.assert_allclose(np.array(faster.arrival_times) * 2, first.arrival_times)
-    assert (longer.prompts[:40], longer.output_lens[:40], longer.arrival_times[:40]) == (
-        first.prompts,
-        first.output_lens,
-        first.arrival_times,
+    pairs = Counter(zip(map(len, load.prompts), load.output_lens, strict=True))
+    assert set(pairs) == set(product(input_lens, output_lens))
+    assert all(abs(count - num / 6) < 6 * math.sqrt(num * 5 / 36) for count in pairs.values())
+    assert {token for prompt in load.prompts for token in prompt} == set(range(VOCAB_SIZE))
+    faster, longer = (
+        make_load(num + more, rate * (2 - more), input_lens, output_lens, VOCAB_SIZE, seed) for more in (0, 1)
     )
+    assert (faster.prompts, faster.output_lens) == (load.prompts, load.output_lens)
+    np.testing.assert_allclose(np.array(faster.arrival_times) * 2, load.arrival_times)
+    assert (longer.prompts[:num], longer.arrival_times[:num]) == (load.prompts, load.arrival_times)
+    assert make_load(5, math.inf, input_lens, output_lens, VOCAB_SIZE, seed).arrival_times == 5 * [0.0]
+    assert make_load(num, rate, input_lens, output_lens, VOCAB_SIZE, seed + 1) != load
 
 
 def test_summaries() -> None:

@@ -159,6 +159,7 @@ def scaled(result: Any) -> Any:
     [
         ("decode --heads 3 --batch 3 --context 70 --query-len 1", "peers:mla_decode", scaled, "error", 1),
         ("decode --heads 3 --batch 3 --context 70", "peers:mla_decode", lambda r: (r[0], r[1] + 0.3), "lse_error", 3),
+        ("decode --heads 3 --batch 3 --context 70", "peers:mla_decode", lambda r: (r[0] * torch.nan, r[1]), "error", 3),
         (PREFILL, "prefill:PrefillInputs.run", scaled, "error", 2),
         (PREFILL, "prefill:PrefillInputs.run", lambda r: (r[0] * torch.nan, r[1]), "error", 2),
         (PREFILL, "prefill:PrefillInputs.run", lambda r: (r[0], r[1] / 0.6931), "lse_error", 2),
