@@ -71,12 +71,12 @@ def test_all_kernels_in_one_run(peers: Path, tmp_path: Path, capsys: pytest.Capt
     report = capsys.readouterr().out
     assert report.count("WRONG") == 1
     assert "fa3: 1 of 2 wrong" in report
-    assert re.search(r"^dcpmla: 0 of 2 wrong, .* x flashinfer's speed in the median", report, re.MULTILINE)
-    assert re.search(r"^dcpmla, fp8 cache, fp8 queries: .* x flashmla-fp8's speed in the median", report, re.MULTILINE)
-    assert re.search(r"^dcpmla, fp8_ds_mla cache: .* x bf16's speed in the median", report, re.MULTILINE)
-    refused = (
-        "left out: flashmla-sparse of batch 3, context 70, heads 3, query_len 1, fp8_ds_mla cache: takes 64 or 128"
+    assert re.search(r"^dcpmla: 0 of 2 wrong, .*speedup_over_flashinfer .* in the median", report, re.MULTILINE)
+    assert re.search(
+        r"^dcpmla, kv_cache_dtype fp8, decode_query_dtype fp8: .*speedup_over_flashmla-fp8 ", report, re.MULTILINE
     )
+    assert re.search(r"^dcpmla, kv_cache_dtype fp8_ds_mla: .*speedup_over_bf16 ", report, re.MULTILINE)
+    refused = "left out: flashmla-sparse of batch 3, context 70, heads 3, query_len 1, kv_cache_dtype fp8_ds_mla: takes 64 or 128"
     assert report.count(refused) == report.count("left out: ") == 1
 
 

@@ -62,10 +62,11 @@ def test_one_process_stands_for_a_rank_of_several(tmp_path: Path, capsys: pytest
     report = capsys.readouterr().out
     assert "WRONG" not in report
     assert (
-        "left out: flashmla-sparse of batch 2, context 16, heads 3, query_len 1, fp8_ds_mla cache: takes 64" in report
+        "left out: flashmla-sparse of batch 2, context 16, heads 3, query_len 1, kv_cache_dtype fp8_ds_mla: takes 64"
+        in report
     )
-    assert "selection, dcp 4, made up, heads 2, top 16, fp8 index cache: 0 of 1 wrong, " in report
-    assert "x flashmla-sparse's speed in the median" in report
+    assert "selection, dcp 4, made up, heads 2, topk 16, index_cache_dtype fp8: 0 of 1 wrong, " in report
+    assert "speedup_over_flashmla-sparse " in report
 
 
 @alone
@@ -95,7 +96,8 @@ def test_two_ranks_exchange_candidates(tmp_path: Path) -> None:
         assert ("gather_candidates_us" in row) == ("speedup_over_dcp_1" in row) == (dcp == 2)
     assert set(by_case(rows, "attention", "dcp", "kv_cache_dtype", "heads")) == {(1, "bf16", 4), (2, "bf16", 4)}
     assert (
-        "skipped: selection, batch 3, context 100,000,000,000, top 16, dcp 2, a2a, fp8 index cache: " in result.stdout
+        "skipped: selection, batch 3, context 100,000,000,000, topk 16, dcp 2, a2a, index_cache_dtype fp8: "
+        in result.stdout
     )
 
 
