@@ -3,7 +3,6 @@ load on it is faster.
 """
 
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import Any, NamedTuple
 
 from dcpmla.bench.plots import grouped, select
@@ -67,54 +66,32 @@ def _apart(times: Mapping[str, float]) -> float:
 
 
 def speedups_of(rows: Sequence[Row]) -> dict[Layout, list[tuple[int, float]]]:
-    """Return for each layout with a DCP size above 1 the cached tokens of all requests, and how many times as fast as
-    under dcp 1 a step is: the median over the loads with as many tokens.
-    """
-    speedups = {}
-    for layout, ratios in _ratios(rows).items():
-        of_tokens: dict[int, list[float]] = {}
-        for (batch, context), ratio in ratios.items():
-            of_tokens.setdefault(batch * context, []).append(ratio)
-        speedups[layout] = sorted((tokens, median(each)) for tokens, each in of_tokens.items())
-    return speedups
-
-
-def _ratios(rows: Sequence[Row]) -> dict[Layout, dict[Load, float]]:
-    """Return for each layout with a DCP size above 1 the time under dcp 1, with the same kind of layers and the same
-    dtypes, over its own, by load. A load that only fits when sharded does not count.
+    """Return for each layout with a DCP size above 1, of each load, the cached tokens of all requests and the time under
+    dcp 1, with the same kind of layers and the same dtypes, over its own. A load that only fits when sharded does not
+    count.
     """
     totals = grouped(select(rows, part="total"), layout_of)
     times = {layout: {load_of(row): row["median_us"] for row in of_layout} for layout, of_layout in totals}
     plain = {layout.compared: of_loads for layout, of_loads in times.items() if layout.dcp == 1}
-    ratios = {}
+    speedups = {}
     for layout, of_loads in times.items():
-        unsharded = plain.get(layout.compared, {})
-        both = {load: unsharded[load] / time for load, time in of_loads.items() if load in unsharded}
+        both = plain.get(layout.compared, {}).keys() & of_loads
         if layout.dcp > 1 and both:
-            ratios[layout] = both
-    return ratios
+            ratios = [(load[0] * load[1], plain[layout.compared][load] / of_loads[load]) for load in both]
+            speedups[layout] = sorted(ratios)
+    return speedups
 
 
 def crossovers(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Compare every layout with a DCP size above 1 with dcp 1, the same kind of layers and the same dtypes.
 
     Returns:
-        For each layout its fields; `tokens`, the smallest total of cached tokens (batch x context) from which on every
-        load is faster than under dcp 1, None where the largest is not; `context_at_batch`, for each batch the smallest
-        context from which on it is, or None.
+        For each layout its fields, and `tokens`: the smallest total of cached tokens (batch x context) from which on
+        every load is faster than under dcp 1, None where the largest is not.
     """
     results = []
-    for layout, ratios in _ratios(rows).items():
-        at_batch: dict[str, list[tuple[int, bool]]] = {}
-        for (batch, context), ratio in sorted(ratios.items()):
-            at_batch.setdefault(str(batch), []).append((context, ratio > 1))
-        tokens = _first_of_the_faster([(batch * context, ratio > 1) for (batch, context), ratio in ratios.items()])
-        contexts = {batch: _first_of_the_faster(sizes) for batch, sizes in at_batch.items()}
-        results.append({**layout._asdict(), "tokens": tokens, "context_at_batch": contexts})
+    for layout, speedups in speedups_of(rows).items():
+        slower = max((tokens for tokens, ratio in speedups if ratio <= 1), default=0)
+        faster = min((tokens for tokens, _ in speedups if tokens > slower), default=None)
+        results.append({**layout._asdict(), "tokens": faster})
     return results
-
-
-def _first_of_the_faster(sizes: Sequence[tuple[int, bool]]) -> int | None:
-    """Return the smallest size from which on every one is faster; None where the largest is not."""
-    slower = max((size for size, faster in sizes if not faster), default=0)
-    return min((size for size, _ in sizes if size > slower), default=None)

@@ -75,11 +75,11 @@ def test_attention_to_shared_keys(tmp_path: Path) -> None:
     sizes = "--batch 2 --context 70 -dcp 1,2 --heads 3,64 --shared-keys 16,40"
     rows = measure(tmp_path, f"{TINY} {sizes} --peers {write_peers(tmp_path)}")
     found = by_case(rows, "shared_attention", "topk", "dcp", "kv_cache_dtype", "heads", "kernel")
-    assert len(found) == len(rows) == 2 * 2 * (2 * 2 + 1)
-    for (topk, dcp, name, heads, kernel), row in found.items():
+    ours = {*product((16, 40), (1, 2), ("bf16", "fp8_ds_mla"), (3, 64), ("dcpmla",))}
+    assert set(found) == ours | {*product((16, 40), (1, 2), ("fp8_ds_mla",), (64,), (PEER,))}
+    for (topk, dcp, *_), row in found.items():
         assert not SparseBenchmark.wrong(row)
         assert row["num_selected"] == topk if dcp == 1 else 1 <= row["num_selected"] < topk
-        assert kernel == "dcpmla" or (name, heads) == ("fp8_ds_mla", 64)
 
 
 def test_two_ranks_exchange_candidates(tmp_path: Path) -> None:
@@ -104,15 +104,10 @@ def test_two_ranks_exchange_candidates(tmp_path: Path) -> None:
 # ---- its parts
 
 
-@pytest.mark.parametrize("index_cache_dtype", ["auto", "fp8"])
-def test_a_wrong_selection_is_found(index_cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = SparseCase(2, 200, 16)
-    inputs = SelectionInputs(case, 4, index_cache_dtype, torch.float32, CPU, LocalExchange())
+def test_a_wrong_slot_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = SelectionInputs(SparseCase(2, 200, 16), 4, "fp8", torch.float32, CPU, LocalExchange())
     assert inputs.difference() == 0.0
-    right, choose = inputs.score, inputs.choose
-    monkeypatch.setattr(inputs, "score", lambda index: -right(index))
-    assert inputs.difference() > 0.5
-    monkeypatch.setattr(inputs, "score", right)
+    choose = inputs.choose
 
     def misplace(index: int, candidates: torch.Tensor) -> None:
         choose(index, candidates)
