@@ -66,7 +66,7 @@ def _apart(times: Mapping[str, float]) -> float:
 
 
 def speedups_of(rows: Sequence[Row]) -> dict[Layout, list[tuple[int, float]]]:
-    """Return for each layout with a DCP size above 1, of each load, the cached tokens of all requests and the time under
+    """Return for each layout with a DCP size above 1 the cached tokens of all requests of each load, and the time under
     dcp 1, with the same kind of layers and the same dtypes, over its own. A load that only fits when sharded does not
     count.
     """
