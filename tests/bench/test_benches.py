@@ -2,6 +2,7 @@
 
 import pkgutil
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from dcpmla.__main__ import main
+from dcpmla.attention.backends.calls import PrefillCall
+from dcpmla.attention.backends.choice import PREFILL_BACKENDS, find_backend
 from dcpmla.bench import timing
 from dcpmla.bench.experts import SHAPES, Shape
 from dcpmla.bench.results import unknown_fields
@@ -127,6 +130,19 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "v4-flash", Shape(256, 128, 4, 2, 0))
 
 
+def check_counts(kind: str, row: dict[str, Any]) -> None:
+    """Compare the operations and bytes of a row with pairs that are seen, and with experts that are hit."""
+    if kind == "prefill":
+        num_pairs = row["tokens"] * (row["context"] or (row["tokens"] + 1) / 2)
+        assert row["tflops"] == pytest.approx(2 * 2 * 320 * num_pairs / row["median_us"] / 1e6, abs=2e-3)
+    if kind == "experts":
+        num_values = row["tokens"] * (row["top_k"] + row["num_shared"]) * 3 * 256 * 128
+        assert row["tflops"] == pytest.approx(2 * num_values / row["median_us"] / 1e6, abs=6e-4)
+        if row["tokens"] == 1:
+            assert row["bytes_read"] == num_values * {"bf16": 2, "fp8": 1, "fp4": 0.53125}[row["weights"]]
+        assert row["router_us"] > 0
+
+
 @pytest.mark.usefixtures("_small")
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.command.partition(" --batch")[0])
 def test_right_rows(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,6 +156,7 @@ def test_right_rows(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert not kind.wrong(row)
         assert row.get("error", 0.0) < 1e-5
         assert row.get("lse_error", 0.0) < 1e-4
+        check_counts(run.command.partition(" ")[0], row)
         if "floor_us" in row:
             assert row["floor_share"] == pytest.approx(row["floor_us"] / row["median_us"], rel=0.1, abs=1e-3)
     printed = capsys.readouterr().out
@@ -185,6 +202,19 @@ def test_wrong_results_are_found(
     wrong = [row for row in measure(tmp_path, command) if kind_of(command).wrong(row)]
     assert len(wrong) == capsys.readouterr().out.count(f"WRONG: {field} ") == num_wrong
     assert all(row[field] is None or row[field] > 0.08 for row in wrong)
+
+
+def fail(call: PrefillCall) -> Any:
+    raise RuntimeError("no kernel image\nand a long list")
+
+
+def test_a_backend_that_fails_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = find_backend(PREFILL_BACKENDS, "torch")
+    monkeypatch.setattr("dcpmla.bench.prefill.PREFILL_BACKENDS", (right, replace(right, name="failing", run=fail)))
+    assert [row["kernel"] for row in measure(tmp_path, PREFILL)] == ["torch", "torch"]
+    assert "left out: failing of heads 2, tokens 33, context 50: no kernel image\n" in capsys.readouterr().out
 
 
 @pytest.mark.alone
