@@ -133,13 +133,8 @@ def draw_bars(
     axis.set_xlim(0, 1.15 * max(ends.values()) or 1)
     axis.invert_yaxis()
     if any(name for parts in stacks.values() for name in parts):
-        legend_below(axis)
-
-
-def legend_below(axis: Any) -> None:
-    """Add the names of an axis' lines or bars below the figure."""
-    handles, labels = axis.get_legend_handles_labels()
-    axis.figure.legend(handles, labels, loc="outside lower left", ncols=len(labels), frameon=False)
+        handles, labels = axis.get_legend_handles_labels()
+        axis.figure.legend(handles, labels, loc="outside lower left", ncols=len(labels), frameon=False)
 
 
 def select(rows: Sequence[Row], **setting: Any) -> list[Row]:
