@@ -43,7 +43,8 @@ def combine(self, out, lse, right=AllToAll.combine):
 
 AllToAll.combine = combine
 AllToAll.gather_heads = lambda self, q, right=AllToAll.gather_heads: right(self, q)[:, :1]
-AllToAll.start_context = lambda self, rows, order, tokens: lambda: rows[order % len(rows)]
+start_context = AllToAll.start_context
+AllToAll.start_context = lambda *given: (lambda finish: lambda: -finish())(start_context(*given))
 sys.exit(main())
 """
 
