@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 FORMATS = [("bf16", "auto"), ("fp8", "auto"), ("fp8", "fp8"), ("fp8_ds_mla", "auto")]
 OPERATIONS = {"index_scores_us", "local_candidates_us", "choose_tokens_us"}
 TINY = "sparse --topk 16 --index-heads 2"
-DCP, PEER = {1: "none", 4: "made up"}, "flashmla-sparse"
+PEER = "flashmla-sparse"
 
 
 # ---- decode
@@ -176,48 +176,38 @@ def by_case(rows: Rows, operation: str, *fields: str) -> dict[tuple[Any, ...], d
     return cases
 
 
-def test_one_process_stands_for_a_rank_of_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = "--batch 2 --context 70 -dcp 4,1 --heads 3,64 --kv-cache-dtype bf16,fp8,fp8_ds_mla"
-    rows = measure(tmp_path, f"{TINY} {sizes} --index-cache-dtype auto,fp8 --peers {write_peers(tmp_path)}")
-    selections = by_case(rows, "selection", "dcp", "index_cache_dtype", "exchange")
-    attentions = by_case(rows, "attention", "dcp", "kv_cache_dtype", "heads", "kernel")
-    assert set(selections) == {(dcp, name, exchange) for dcp, exchange in DCP.items() for name in ("auto", "fp8")}
-    for (dcp, dtype, _), row in selections.items():
-        assert row["num_sets"] > 1
-        assert row.keys() >= OPERATIONS
-        assert "gather_candidates_us" not in row  # nothing moves
-        # Of 70 tokens rank 0 of 4 has 18; a key is 128 float32, or bytes with a scale.
-        assert row["index_bytes"] == 2 * (70 if dcp == 1 else 18) * (512 if dtype == "auto" else 132)
-        assert row["index_gb_per_s"] == pytest.approx(row["index_bytes"] / row["index_scores_us"] / 1e3, abs=0.06)
-        assert ("speedup_over_dcp_1" in row) == (dcp == 4)
-        if dcp == 4:
-            ratio = selections[1, dtype, "none"]["median_us"] / row["median_us"]
-            assert row["speedup_over_dcp_1"] == pytest.approx(ratio, abs=2e-3)
-    cases = product((1, 4), ("bf16", "fp8", "fp8_ds_mla"), (3, 64), ("dcpmla",))
-    assert set(attentions) == {*cases, *((dcp, "fp8_ds_mla", 64, PEER) for dcp in (1, 4))}
-    for (dcp, *case, kernel), row in attentions.items():
-        assert row["num_selected"] == 16 if dcp == 1 else 1 <= row["num_selected"] < 16
-        assert (f"speedup_over_{PEER}" in row) == ((*case, kernel) == ("fp8_ds_mla", 64, "dcpmla"))
-    report = capsys.readouterr().out
-    assert "WRONG" not in report
-    assert (
-        "left out: flashmla-sparse of batch 2, context 16, heads 3, query_len 1, kv_cache_dtype fp8_ds_mla: takes 64"
-        in report
-    )
-    assert "selection, dcp 4, made up, heads 2, topk 16, index_cache_dtype fp8: 0 of 1 wrong, " in report
-    assert "speedup_over_flashmla-sparse " in report
-
-
-def test_attention_to_shared_keys(tmp_path: Path) -> None:
-    """Nothing else is measured; FlashMLA takes fp8_ds_mla and 64 heads."""
-    sizes = "--batch 2 --context 70 -dcp 1,2 --heads 3,64 --shared-keys 16,40"
-    rows = measure(tmp_path, f"{TINY} {sizes} --peers {write_peers(tmp_path)}")
-    found = by_case(rows, "shared_attention", "topk", "dcp", "kv_cache_dtype", "heads", "kernel")
-    ours = {*product((16, 40), (1, 2), ("bf16", "fp8_ds_mla"), (3, 64), ("dcpmla",))}
-    assert set(found) == ours | {*product((16, 40), (1, 2), ("fp8_ds_mla",), (64,), (PEER,))}
-    for (topk, dcp, *_), row in found.items():
+@pytest.mark.parametrize(
+    ("operation", "options", "formats", "topks"),
+    [
+        ("attention", "", ("bf16", "fp8", "fp8_ds_mla"), (16,)),
+        ("shared_attention", "--shared-keys 16,40", ("bf16", "fp8_ds_mla"), (16, 40)),  # nothing else is measured
+    ],
+)
+def test_attention_to_selected_rows_beside_a_peer(
+    operation: str,
+    options: str,
+    formats: tuple[str, ...],
+    topks: tuple[int, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """FlashMLA takes fp8_ds_mla and 64 heads."""
+    command = f"{TINY} --batch 2 --context 70 -dcp 4,1 --heads 3,64 --kv-cache-dtype {','.join(formats)} {options}"
+    rows = measure(tmp_path, f"{command} --peers {write_peers(tmp_path)}")
+    found = by_case(rows, operation, "topk", "dcp", "kv_cache_dtype", "heads", "kernel")
+    ours = {*product(topks, (1, 4), formats, (3, 64), ("dcpmla",))}
+    assert set(found) == ours | {*product(topks, (1, 4), ("fp8_ds_mla",), (64,), (PEER,))}
+    assert {row["operation"] for row in rows} == {operation} | ({"selection"} if not options else set())
+    assert all(row["num_sets"] > 1 for row in rows if row["operation"] == "selection")
+    for (topk, dcp, *case), row in found.items():
         assert not SparseBenchmark.wrong(row)
         assert row["num_selected"] == topk if dcp == 1 else 1 <= row["num_selected"] < topk
+        assert (f"speedup_over_{PEER}" in row) == (case == ["fp8_ds_mla", 64, "dcpmla"])
+    report = capsys.readouterr().out
+    assert (
+        "left out: flashmla-sparse of batch 2, context 16, heads 3, query_len 1, kv_cache_dtype fp8_ds_mla: " in report
+    )
+    assert "speedup_over_flashmla-sparse " in report
 
 
 def test_two_ranks_exchange_candidates(tmp_path: Path) -> None:

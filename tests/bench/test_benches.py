@@ -141,6 +141,12 @@ def check_counts(kind: str, row: dict[str, Any]) -> None:
         if row["tokens"] == 1:
             assert row["bytes_read"] == num_values * {"bf16": 2, "fp8": 1, "fp4": 0.53125}[row["weights"]]
         assert row["router_us"] > 0
+    if row.get("operation") == "selection":  # of keys of 128 numbers, or of as many bytes and a scale
+        assert row["index_bytes"] == 2 * 70 // row["dcp"] * (512 if row["index_cache_dtype"] == "auto" else 132)
+        assert row["index_gb_per_s"] == pytest.approx(row["index_bytes"] / row["index_scores_us"] / 1e3, abs=0.06)
+        assert row.keys() >= {"local_candidates_us", "choose_tokens_us"}
+        assert "gather_candidates_us" not in row  # nothing moves
+        assert ("speedup_over_dcp_1" in row) == (row["dcp"] > 1)
 
 
 @pytest.mark.usefixtures("_small")
