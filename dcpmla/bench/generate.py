@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
-from dcpmla.bench.engine_steps import decode_steps, mixed_times
 from dcpmla.bench.forced import ForcedDrafter
 from dcpmla.bench.load import check_lengths, engine_fields
 from dcpmla.bench.options import listed, single
 from dcpmla.bench.results import Row
 from dcpmla.bench.runner import Benchmark
-from dcpmla.bench.step_times import is_quantized, modelled_times, size_of, step_times
+from dcpmla.bench.step_times import decode_steps, is_quantized, mixed_times, modelled_times, size_of, step_times
 from dcpmla.bench.timing import largest
 from dcpmla.cache.formats import format_name
 from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, positive, positive_list, seed, share_list

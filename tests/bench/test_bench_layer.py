@@ -16,7 +16,7 @@ from dcpmla.attention.mla.layer import PROJECT_FIRST_TOKENS
 from dcpmla.bench import timing
 from dcpmla.bench.compressed_stack import CompressedStack
 from dcpmla.bench.geometries import config_of
-from dcpmla.bench.layouts import crossovers
+from dcpmla.bench.layer import crossovers
 from dcpmla.bench.results import unknown_fields
 from dcpmla.bench.stack import PARTS as ALL_PARTS
 from dcpmla.bench.stack import Stack, StackSizes

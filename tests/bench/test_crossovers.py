@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcpmla.bench.layouts import crossovers
+from dcpmla.bench.layer import crossovers
 
 TIMES = st.dictionaries(st.tuples(st.integers(1, 3), st.sampled_from([8, 16, 24])), st.integers(1, 3), min_size=1)
 
