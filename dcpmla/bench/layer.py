@@ -77,7 +77,7 @@ class Layer(Benchmark[LayerCase, Stack]):
     """Every load under all layouts, plain TP first; each kind of layers in stacks of its own.
 
     Attributes:
-        makers: Makers of stacks, by the labels of their layers.
+        makers: Makers of stacks, by the labels of their layers; with_indexer: Labels of those with an index cache.
         plain: Rows of plain TP, by load, kind and dtypes of caches and queries.
     """
 
@@ -104,6 +104,7 @@ class Layer(Benchmark[LayerCase, Stack]):
         self.attention = _read_attention(args.geometry)
         self.config = self.attention.config
         self.makers = _stack_makers(self.attention)
+        self.with_indexer = {kind.label for kind in getattr(self.config, "layer_kinds", ()) if kind.has_indexer}
         job.watchdog.enter("measuring the memory's rate", LOAD_TIMEOUT)
         self.ceilings: Ceilings = measure_ceilings(self.device, self.dtype)
         if self.device.type == "cuda":
@@ -132,7 +133,8 @@ class Layer(Benchmark[LayerCase, Stack]):
             exchanges = [pair for pair in product(backends, args.variants) if pair[1] != "fp8" or pair[0] == "direct"]
         for label, name in product(self.makers, args.kv_cache_dtype):
             dtypes = query_dtypes(name, args.decode_query_dtype)
-            for index_format, dtype, exchange in product(args.index_cache_dtype, dtypes, exchanges):
+            index_formats = args.index_cache_dtype if label in self.with_indexer else ["auto"]
+            for index_format, dtype, exchange in product(index_formats, dtypes, exchanges):
                 yield Layout(dcp, *exchange, name, dtype, label, index_format)
 
     def cases(self) -> Iterator[LayerCase]:

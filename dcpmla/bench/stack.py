@@ -88,7 +88,6 @@ class Stack:
 
     def __init__(self, attention: AttentionStack, sizes: StackSizes, dcp: DCPConfig) -> None:
         attention = AttentionStack(attention.config, attention.layers[:1] * sizes.num_layers)
-        attention.check_index(dcp)
         mesh, device, dtype = sizes.mesh, sizes.device, sizes.dtype
         batch, num_tokens = len(sizes.query_lens), sum(sizes.query_lens)
         self.config, self.dcp, self.device, self.dtype = attention.config, dcp, device, dtype
