@@ -6,12 +6,12 @@ import argparse
 import statistics
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 from typing import NamedTuple
 
 from dcpmla.bench.forced import ForcedDrafter
-from dcpmla.bench.load import check_lengths, engine_fields
 from dcpmla.bench.options import listed, single
-from dcpmla.bench.results import Row
+from dcpmla.bench.results import Row, dtype_name
 from dcpmla.bench.runner import Benchmark
 from dcpmla.bench.step_times import decode_steps, is_quantized, mixed_times, modelled_times, size_of, step_times
 from dcpmla.bench.timing import largest
@@ -112,7 +112,9 @@ class Generate(Benchmark[Batch, None]):
         if args.output_len < 2:
             reason = "the first token comes with the prompt"
             raise ValueError(f"--output-len is {args.output_len}; it must be at least 2: {reason}")
-        check_lengths(files, {"--input-len": args.input_len, "--output-len": args.output_len})
+        if (total := args.input_len + args.output_len) > files.max_model_len:
+            lengths = f"--input-len {args.input_len} and --output-len {args.output_len}, together {total} tokens"
+            raise ValueError(f"{lengths}; with --max-model-len {files.max_model_len} at most that many are served")
         if (context := max(args.context, default=0)) > files.max_model_len:
             raise ValueError(
                 f"--context has {context}; --max-model-len, by default the model's, allows {files.max_model_len}"
@@ -175,11 +177,17 @@ class Generate(Benchmark[Batch, None]):
 
     def _labels(self, case: Batch) -> Row:
         """Return the fields of all rows."""
-        engine = self.engine
+        engine, dtype = self.engine, self.engine.model.dtype
         return {
-            "weights": "fp8" if is_quantized(self.model) else format_name(engine.model.dtype),
+            "model": Path(self.args.model).name,  # a path of this machine is left out
+            "weights": "fp8" if is_quantized(self.model) else format_name(dtype),
             "num_parameters": self.size.num_parameters,
-            **engine_fields(self.args, engine, self.exchange, _OPTIONS),
+            "tp": engine.mesh.tp_size,
+            "dcp": engine.mesh.dcp_size,
+            "exchange": self.exchange,
+            **{name: (vars(self.args) | vars(engine.dcp))[name] for name in _OPTIONS},
+            "dtype": dtype_name(dtype),
+            "kv_cache_dtype": format_name(engine.cache.sizes.dtype),
             "mode": case.mode,
         }
 

@@ -3,7 +3,6 @@ them, on the device: all of a step, its layers of experts alone, and the least t
 """
 
 import argparse
-import math
 import time
 from array import array
 from collections.abc import Callable
@@ -11,13 +10,13 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dcpmla.attention.backends.calls import decode_workspace
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.bench.ceilings import floor_fields
-from dcpmla.bench.load import add_load, make_load
 from dcpmla.bench.results import Row
 from dcpmla.bench.timing import is_h200, largest, profile_kernels, time_calls, time_operation
 from dcpmla.cache.formats import format_name
@@ -52,8 +51,11 @@ def decode_steps(engine: Engine, batch: int, input_len: int, output_len: int, se
     """Return the seconds of each decode step of a whole batch, until its tokens are on the host, and the number of its
     tokens.
     """
-    vocab_size = engine.model.vocab_size
-    add_load(engine, make_load(batch, math.inf, [input_len], [output_len], vocab_size, seed))
+    prompts = np.random.default_rng(seed).integers(engine.model.vocab_size, size=(batch, input_len))
+    for index, prompt in enumerate(prompts.tolist()):
+        params = SamplingParams(max_new_tokens=output_len, ignore_eos=True)
+        engine.add(prompt, params, request_id=index, arrival_time=0.0)
+    engine.restart_clock()
     steps, drafter = [], engine.speculation.drafter
     num_drafts = drafter.num_speculative_tokens if drafter.drafts_always else 0
     while engine.has_requests:

@@ -1,7 +1,7 @@
 """The benchmarks' load over HTTP: nothing is lost, what is lost is named, and tokens have times."""
 
 from benchmarks.http_load import describe_lost, drive
-from dcpmla.bench.load import Load
+from benchmarks.load import Load
 from tests.support.launchers import free_port
 from tests.support.servers import KEY, MAX_MODEL_LEN, RunningServer
 
