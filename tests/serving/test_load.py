@@ -10,7 +10,7 @@ from typing import Any
 import httpx2
 
 from benchmarks.http_load import describe_lost, drive
-from dcpmla.bench.load import Load
+from benchmarks.load import Load
 from tests.support.launchers import free_port, run_forked, unattended
 from tests.support.servers import AUTHORIZED, KEY, MAX_MODEL_LEN, RunningServer, read_events
 from tests.support.waiting import wait_until

@@ -26,7 +26,7 @@ from dcpmla.runtime.capture import GraphSet
 # imports the compiler at the first custom operator, which takes a rank seconds. Triton's interpreter is chosen at
 # import: its ranks have a server of their own.
 _CLI = [f"dcpmla.cli.{command}" for command in ("bench", "doctor", "generate", "plan", "serve")]
-_CLI += [f"dcpmla.bench.{name}" for name in ("exchange", "generate", "layer", "serve", "sparse")]
+_CLI += [f"dcpmla.bench.{name}" for name in ("exchange", "generate", "layer", "sparse")]
 _CLI += ["dcpmla.serving.http", "dcpmla.serving.loop"]
 _MODELS = ["transformers.conversion_mapping", "transformers.models.deepseek_v3.modeling_deepseek_v3"]
 _CONTEXT = multiprocessing.get_context("forkserver")
