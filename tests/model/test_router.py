@@ -18,7 +18,7 @@ from dcpmla.integrations.families.table import find_family
 from dcpmla.model.moe import Gate
 from dcpmla.model.router import Router, route, router_logits, split_weight
 from tests.attention.test_small_kernels import compile_for_hopper
-from tests.support.shared_memory import run_interpreted
+from tests.support.kernels import on_both, run_kernels
 
 GROUPS = {"num_groups": 4, "topk_groups": 2, "n_routed_experts": 16}
 FAMILIES: dict[str, dict[str, Any]] = {  # fields of the config
@@ -191,10 +191,11 @@ CASES = [
 ]
 
 
-def check_kernels(device: str, num_tokens: int) -> None:
+def check_kernels(device: str) -> None:
     """Check the kernel against plain torch: equal logits, NaN in some, in all, ties."""
     from dcpmla.model.kernels import router as kernels
 
+    num_tokens = 3000 if device == "cuda" else 5
     for how, num_experts, has_bias in CASES:
         generator = torch.Generator().manual_seed(num_experts)
         logits = torch.randn(num_tokens, num_experts, generator=generator) * 5
@@ -210,13 +211,9 @@ def check_kernels(device: str, num_tokens: int) -> None:
     torch.testing.assert_close(kernels.router_logits(x.to(device), weight.to(device)).cpu(), x @ weight.sum(0).T)
 
 
-def test_kernels_in_the_interpreter() -> None:
-    run_interpreted(1, check_kernels, "cpu", 5)
-
-
-@pytest.mark.gpu
-def test_kernels() -> None:
-    check_kernels("cuda", 3000)
+@on_both
+def test_kernels(device: str) -> None:
+    run_kernels(device, check_kernels)
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
