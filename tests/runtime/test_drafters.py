@@ -1,8 +1,6 @@
 """The drafters in the engine, over a model that checks its cache: odd steps, and what is held of requests."""
 
-import gc
 import random
-import weakref
 from typing import Any
 
 import pytest
@@ -15,8 +13,6 @@ from dcpmla.config import DCPConfig
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.mtp import MtpDrafter
-from dcpmla.runtime.ngram import NgramDrafter
-from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.engines import new_engine
 from tests.support.hash_model import (
@@ -26,7 +22,6 @@ from tests.support.hash_model import (
     HashModel,
     alone_ignoring_eos,
     answer,
-    make_engine,
     new_cache,
 )
 
@@ -70,22 +65,6 @@ def make_mtp_engine(
     return new_engine(model, cache, dcp, MESH, 100, max_num_batched_tokens, max_num_seqs, graph=graph, drafter=drafter)
 
 
-@pytest.mark.parametrize(("first", "then"), [
-    ([[1], [2], [3]], []),  # prompts of one token, padded
-    ([[1, 2, 3, 4, 5]], [[7]]),  # one beside a decode with drafts
-    ([[1, 2, 3, 4, 5], [2, 3, 5]], [[1, 2, 3, 4, 5]]),  # all but one token found in the cache
-])  # fmt: skip
-def test_mtp_follows_steps_of_a_graph_with_prompts(first: list[list[int]], then: list[list[int]]) -> None:
-    engine, params = make_mtp_engine(3, 90, 64, 16), SamplingParams(max_new_tokens=12, ignore_eos=True)
-    requests = [engine.add(prompt, params) for prompt in first]
-    for _ in range(4):
-        engine.step()
-    requests += [engine.add(prompt, params) for prompt in then]
-    list(engine.run())
-    for request in requests:
-        assert request.token_ids == alone_ignoring_eos(request.prompt_token_ids, 12)
-
-
 @pytest.mark.parametrize("seed", range(30))
 def test_mtp_takes_any_load(seed: int) -> None:
     rng = random.Random(seed)
@@ -118,25 +97,3 @@ def test_mtp_drafts_after_the_last_token_that_was_accepted() -> None:
     starts = sorted(set(first_positions))
     assert starts == list(range(starts[0], starts[0] + len(starts)))
     assert starts[-1] < len(request.prompt_token_ids) + 9
-
-
-@pytest.mark.parametrize("with_graph", [False, True])
-def test_requests_that_drafted_are_let_go(with_graph: bool) -> None:
-    class Looking(NgramDrafter):
-        drafts_always = True
-
-    class Repeating(HashModel):
-        def hidden(self, *arguments: Any) -> Tensor:
-            return super().hidden(*arguments).zero_()  # always token 0
-
-    def serve() -> "weakref.ref[Request]":
-        request = engine.add([*range(10), 0, 0, 0, 0], SamplingParams(max_new_tokens=20, ignore_eos=True))
-        list(engine.run())
-        return weakref.ref(request)
-
-    drafter = Looking(3, torch.device("cpu"))
-    engine = make_engine(90, model=Repeating(), with_graph=with_graph, drafter=drafter)
-    requests = [serve() for _ in range(5)]
-    assert engine.stats.num_draft_tokens > 0
-    gc.collect()
-    assert [request() is None for request in requests[:-1]] == [True] * 4  # the engine has the last step

@@ -1,5 +1,8 @@
 """Drafts change the number of steps, and nothing else."""
 
+import gc
+import weakref
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,21 +54,25 @@ def test_every_request_gets_what_it_gets_alone(
 
 
 @given(load=loads(most=6), **DRAFTS)
-def test_draws_are_those_without_drafts_and_graphs(load: Load, num_drafts: int, share: float, seed: int) -> None:
-    """In steps that are launched ahead of how many random numbers are used up, greedy requests among them."""
+def test_every_request_draws_what_it_draws_alone(load: Load, num_drafts: int, share: float, seed: int) -> None:
+    """In steps that are launched ahead of how many random numbers are used up, greedy requests among them. A preempted
+    request keeps the token under way, and gets no other in its place.
+    """
 
-    def outcome(**options: Any) -> list[tuple[list[int], str | None]]:
+    def outcome(names: Sequence[int], **options: Any) -> list[tuple[list[int], str | None]]:
         engine, requests = make_engine(*load.limits, **options), list[Request]()
-        for index, ask in enumerate(load.asks):
-            params = SamplingParams(max_new_tokens=ask.num_new, temperature=40.0 * (index % 3), seed=index)
+        for name in names:
+            ask = load.asks[name]
+            params = SamplingParams(max_new_tokens=ask.num_new, temperature=40.0 * (name % 3), seed=name)
             requests.append(engine.add(ask.prompt, params))
         assert len(list(engine.run())) == len(requests)
         assert engine.allocator.num_free == load.num_blocks
         return [(request.token_ids, request.finish_reason) for request in requests]
 
-    plain, drafter = outcome(), HashDrafter(num_drafts, share, seed, ahead=True)
-    assert outcome(with_graph=True) == plain
-    assert outcome(with_graph=True, drafter=drafter) == plain
+    everyone, drafter = range(len(load.asks)), HashDrafter(num_drafts, share, seed, ahead=True)
+    alone = [outcome([name])[0] for name in everyone]
+    assert outcome(everyone) == outcome(everyone, with_graph=True) == alone
+    assert outcome(everyone, with_graph=True, drafter=drafter) == alone
 
 
 def test_right_drafts_save_steps() -> None:
@@ -85,24 +92,6 @@ def test_wrong_drafts_count_as_computed_nowhere() -> None:
     answer(engine, [1, 2], num_new=8, ignore_eos=True)
     assert (engine.stats.num_draft_tokens, engine.stats.num_accepted_tokens) == (3 * 4 + 2 + 1, 0)  # fewer at the end
     assert engine.stats.num_decode_tokens == 7
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
-def test_sampling_draws_what_it_draws_without_drafts(share: float, ahead: bool) -> None:
-    """So its distribution is that of sampling, to the token; wide batches, too, whose rows are drawn in parts."""
-    params = [SamplingParams(max_new_tokens=20, temperature=1.0 + index, seed=index, top_k=9) for index in range(24)]
-
-    def tokens(drafter: Drafter | None) -> list[list[int]]:
-        limits = {"num_blocks": 200, "max_num_seqs": 24, "max_num_batched_tokens": 300}
-        engine = make_engine(**limits, with_graph=ahead, drafter=drafter)
-        requests = [engine.add([index], param, keep_logits=True) for index, param in enumerate(params)]
-        list(engine.run())
-        assert all(len(request.logits) == len(request.token_ids) for request in requests)
-        return [request.token_ids for request in requests]
-
-    drafter = HashDrafter(4, share, ahead=ahead)
-    assert tokens(drafter) == tokens(None)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -184,10 +173,12 @@ def test_drafts_past_a_rejected_one_say_nothing() -> None:
     assert acceptance.metrics()["mean_accepted_length"] == 2
 
 
-def test_large_batches_draft_nothing() -> None:
+def test_who_wants_drafts() -> None:
+    """Neither large batches nor requests that cannot draft, for which the host would wait for the step under way."""
     speculation = Speculation(HashDrafter(3, 1.0, always=True))
     request = Request([1], SamplingParams())
     assert [speculation.num_wanted([request] * num_running) for num_running in (1, 64, 65)] == [3, 3, 0]
+    assert speculation.num_wanted([Request([1], SamplingParams(presence_penalty=1.0))]) == 0
 
 
 @pytest.mark.parametrize("is_preempted", [False, True])
@@ -207,12 +198,6 @@ def test_drafts_that_are_being_verified_have_blocks() -> None:
     scheduler.running.append(request)
     assert scheduler.grow(request)
     assert len(request.block_ids) == 2
-
-
-def test_requests_that_cannot_draft_want_no_drafts() -> None:
-    """The host would wait for the step under way."""
-    speculation, params = Speculation(HashDrafter(3, 1.0, always=True)), SamplingParams(presence_penalty=1.0)
-    assert speculation.num_wanted([Request([1], params)]) == 0
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 5))
@@ -251,6 +236,12 @@ def test_lookups_draft_where_a_text_repeats_itself(with_graph: bool) -> None:
         assert request.token_ids == [(prompt[-1] + 1 + token) % 10 for token in range(num)]
     assert engine.stats.num_accepted_tokens == engine.stats.num_draft_tokens > 75  # no match, no drafts
     assert engine.allocator.num_free == 90
+    gone = [weakref.ref(request) for request in requests]
+    del request, requests
+    engine.add([1], SamplingParams(max_new_tokens=2))  # the engine has the last step
+    list(engine.run())
+    gc.collect()
+    assert [reference() for reference in gone] == [None] * 3
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -105,9 +105,10 @@ def test_arrival_times_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(num_blocks=50)
     params = SamplingParams(max_new_tokens=1)
     # Whoever comes first does not wait for those that were added before it.
-    last, now, second, twin = (
-        engine.add([index], params, arrival_time=at) for index, at in enumerate([90.5, None, 30, 30])
+    last, gone, now, second, twin = (
+        engine.add([index], params, arrival_time=at) for index, at in enumerate([90.5, None, None, 30, 30])
     )
+    engine.abort(gone)
     steps: list[str] = []
     engine.on_step = steps.append
     assert list(engine.run()) == [now, second, twin, last]
@@ -118,14 +119,6 @@ def test_arrival_times_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         assert request.metrics()["queue_seconds"] == request.scheduled_time - request.arrival_time
     assert steps[0].startswith("prefill step 0 (1 requests, 1 tokens)")
     assert "waiting for the next request" in steps
-
-
-def test_arrivals_keep_their_order_when_the_first_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    Clock(monkeypatch)
-    engine = make_engine(num_blocks=50)
-    late, first, early = (engine.add([1], SamplingParams(max_new_tokens=1), arrival_time=at) for at in (90, None, 30))
-    engine.abort(first)
-    assert list(engine.run()) == [early, late]
 
 
 def test_times_are_those_of_the_first_token_and_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:

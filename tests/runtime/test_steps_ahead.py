@@ -7,8 +7,7 @@ import pytest
 from dcpmla.runtime.batch import Batch
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
-from dcpmla.runtime.scheduler import Scheduler
-from tests.support.hash_model import BLOCK, EOS, alone, alone_ignoring_eos, drive, make_engine
+from tests.support.hash_model import EOS, alone, drive, make_engine
 
 PARAMS = SamplingParams(max_new_tokens=4, ignore_eos=True)
 STOPPED = next([index] for index in range(EOS) if 3 <= len(alone([index], 12)) < 12)  # a prompt that comes to its end
@@ -48,47 +47,12 @@ def test_the_token_past_a_stop_is_thrown_away() -> None:
     assert (engine.allocator.num_free, engine.stats.num_steps) == (50, len(model.steps))
 
 
-def test_an_aborted_requests_token_under_way_is_thrown_away() -> None:
-    engine = make_engine(num_blocks=50)
-    gone, stays = (engine.add([index], PARAMS) for index in range(2))
-    engine.step()
-    assert (gone.num_in_flight, len(gone.token_ids)) == (1, 1)
-    engine.abort(gone)
-    assert list(engine.run()) == [stays]
-    assert (gone.token_ids, stays.token_ids) == (alone_ignoring_eos([0], 1), alone_ignoring_eos([1], 4))
-    assert engine.allocator.num_free == 50
-    engine.close()
-
-
 def test_an_engine_closes_with_a_step_under_way() -> None:
     engine = make_engine(num_blocks=50, with_graph=True)
     request = engine.add([1], PARAMS)
     engine.step()
     engine.close()
     assert request.num_in_flight == 0
-
-
-def test_who_gives_way_keeps_the_token_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is computed anew once that token is known, and gets no other in its place."""
-    preempted: list[int] = []
-    free = Scheduler.free
-
-    def record(scheduler: Scheduler, request: Request) -> None:
-        if not request.finish_reason:
-            preempted.append(request.num_in_flight)
-        free(scheduler, request)
-
-    monkeypatch.setattr(Scheduler, "free", record)
-    engine = make_engine(num_blocks=5)
-    params = SamplingParams(max_new_tokens=3 * BLOCK, ignore_eos=True, temperature=50.0, seed=3)
-    requests = [engine.add([index, 1, 2, 3], params, keep_logits=True) for index in range(3)]
-    list(engine.run())
-    assert 1 in preempted
-    for request in requests:
-        single = make_engine(num_blocks=5)
-        expected = single.add(request.prompt_token_ids, params)
-        list(single.run())
-        assert request.token_ids == expected.token_ids
 
 
 @pytest.mark.parametrize("with_graph", [False, True])
