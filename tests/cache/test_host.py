@@ -197,6 +197,11 @@ def test_a_tier_with_all_content_held_takes_nothing() -> None:
     tier.blocks.hold([bytes([1]), bytes([2])])
     tier.remember(5, b"new")
     assert tier.take_pending() == ([], [], [])
+    tier.blocks.hold([bytes([2])])
+    for is_held in (True, True, False):
+        assert (tier.blocks.add(b"newer") is None) == is_held
+        if is_held:
+            tier.blocks.release([bytes([2])])
 
 
 @pytest.mark.gpu

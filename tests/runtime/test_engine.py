@@ -10,7 +10,6 @@ from hypothesis import given
 
 from dcpmla.parallel.collectives import PeerFault
 from dcpmla.runtime.engine import Engine
-from dcpmla.runtime.in_flight import StepEvents
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.engine_loads import Load, loads, serve
@@ -170,13 +169,6 @@ def test_no_token_of_a_failed_step_is_given_out(with_graph: bool) -> None:
     with pytest.raises(PeerFault):
         drive(engine, lambda request, _: given.append(request.token_ids[-1]))
     assert given == request.token_ids == alone_ignoring_eos([1, 2, 3], 2)
-
-
-def test_without_requests_a_step_does_nothing() -> None:
-    engine = make_engine(num_blocks=5)
-    assert engine.step() == StepEvents([], [])
-    assert list(engine.run()) == []
-    assert engine.stats.num_steps == 0
 
 
 def test_new_tokens_end_where_the_model_does() -> None:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.in_flight import StepEvents
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.hash_model import BLOCK, EOS, Clock, Letters, alone_ignoring_eos, drive, make_engine, next_token
@@ -116,6 +117,7 @@ def test_a_consumer_may_leave_and_come_back() -> None:
             break
     assert finished == requests
     assert list(engine.run()) == []
+    assert engine.step() == StepEvents([], [])
 
 
 @dataclass(frozen=True)

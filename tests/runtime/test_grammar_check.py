@@ -61,7 +61,7 @@ def test_schemas_without_texts(schema: dict[str, Any], path: str, words: str) ->
 
 
 @pytest.mark.parametrize(
-    "schema",
+    "content",
     [
         ITSELF,
         {"anyOf": [{"type": "null"}, {"$ref": "#"}]},
@@ -72,29 +72,27 @@ def test_schemas_without_texts(schema: dict[str, Any], path: str, words: str) ->
         {"const": "a" * 50_000},
         {"type": "string", "minLength": 60_000},
         {"enum": [f"{number:09}" for number in range(3000)]},
+        'start: e\ne: "(" e e e ")" | "x"',
+        'root ::= "a" root | "b"',
+        'start: ""',
     ],
 )
-def test_schemas_with_texts(schema: dict[str, Any]) -> None:
-    assert fault_of("json_schema", schema) is None
+def test_grammars_with_texts(content: Any) -> None:
+    assert fault_of("grammar" if isinstance(content, str) else "json_schema", content) is None
 
 
 @pytest.mark.parametrize(
-    "grammar", ['start: "x" start', "start: a\na: b\nb: a", 'root ::= "a" root', 'start: "x" T\nT: /a/ & /b/']
+    ("kind", "text"),
+    [
+        *(("regex", text) for text in (r"[^\s\S]", r"a[^\s\S]", "(", "a(?=b)")),
+        *(("grammar", text) for text in ('start: "x" start', "start: a\na: b\nb: a", 'root ::= "a" root')),
+        ("grammar", 'start: "x" T\nT: /a/ & /b/'),
+    ],
 )
-def test_lark_without_texts(grammar: str) -> None:
-    fault = fault_of("grammar", grammar)
+def test_grammars_without_texts(kind: str, text: str) -> None:
+    fault = fault_of(kind, text)
     assert fault is not None
-    assert "needs itself again" in fault[1] or "no token continues it" in fault[1]
-
-
-@pytest.mark.parametrize("regex", [r"[^\s\S]", r"a[^\s\S]", "(", "a(?=b)"])
-def test_expressions_without_texts(regex: str) -> None:
-    assert fault_of("regex", regex)
-
-
-@pytest.mark.parametrize("grammar", ['start: e\ne: "(" e e e ")" | "x"', 'root ::= "a" root | "b"', 'start: ""'])
-def test_lark_with_texts(grammar: str) -> None:
-    assert fault_of("grammar", grammar) is None
+    assert kind == "regex" or "needs itself again" in fault[1] or "no token continues it" in fault[1]
 
 
 def test_no_mask_takes_the_memory_of_an_expression() -> None:

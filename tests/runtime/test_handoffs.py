@@ -80,21 +80,16 @@ def test_others_decode_while_a_prompt_arrives() -> None:
     assert running.token_ids == alone_ignoring_eos([5], 100)
 
 
-def test_draws_go_on_after_the_first_token() -> None:
-    params = SamplingParams(max_new_tokens=12, temperature=50.0, seed=5, ignore_eos=True)
-    pair = make_pair()
-    request = pair.there.add([1, 2] * 10, params)
-    engine = make_engine(60)
-    single = engine.add([1, 2] * 10, params)
-    list(engine.run())
-    run(pair)
-    assert request.token_ids == single.token_ids
-
-
-@pytest.mark.parametrize("text", ["[a-f]{2,5}(-[0-9]{1,3}){0,3}", '["yes", "yes, but", "no"]'])
-def test_grammars_go_on_after_the_first_token(text: str) -> None:
-    grammar = Grammar("choice" if text.startswith('["') else "regex", text)
-    params = SamplingParams(max_new_tokens=12, grammar=grammar)
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"grammar": Grammar("regex", "[a-f]{2,5}(-[0-9]{1,3}){0,3}")},
+        {"grammar": Grammar("choice", '["yes", "yes, but", "no"]')},
+        {"temperature": 50.0, "seed": 5, "ignore_eos": True},
+    ],
+)
+def test_grammars_and_draws_go_on_after_the_first_token(own: dict[str, Any]) -> None:
+    params = SamplingParams(max_new_tokens=12, **own)
     options: dict[str, Any] = {"model": RandomModel({"}": 5.0}), "tokenizer": TOKENIZER}
     single, here, there = (make_engine(60, 16, **options) for _ in range(3))
     rng = Random(0)
@@ -157,6 +152,10 @@ def test_a_router_brings_the_first_token() -> None:
     assert request.token_ids == alone_ignoring_eos(prompt, 9)
     assert running.token_ids == alone_ignoring_eos([5], 22)
     assert (pair.num_wanted, pair.there.stats.num_prefill_tokens) == (0, 1)
+    again = pair.there.add(prompt, SamplingParams(max_new_tokens=9, ignore_eos=True))
+    run(pair)
+    assert (again.token_ids, pair.num_wanted) == (request.token_ids, 0)
+    assert again.num_cached_tokens >= BLOCK
 
 
 @pytest.mark.parametrize(
@@ -196,21 +195,6 @@ def test_a_handoff_of_another_prompt_or_salt_brings_no_rows(
     run(pair)
     assert [request.token_ids for request in (forged, later)] == [alone_ignoring_eos(prompt, 5)] * 2
     assert right.token_ids == alone_ignoring_eos(own, 5)
-
-
-def test_equal_prompts_share_what_has_arrived() -> None:
-    pair, prompt = make_pair(), [6, 2] * 9
-    params = SamplingParams(max_new_tokens=5, ignore_eos=True)
-    prefill = pair.here.add(prompt, params, handoff="by hand")
-    list(pair.here.run())
-    first = pair.there.add(prompt, params, source=("prefill", "by hand"))
-    pair.there.take_first(first, prefill.token_ids[0])
-    run(pair)
-    second = pair.there.add(prompt, params)
-    run(pair)
-    assert second.num_cached_tokens >= BLOCK
-    assert [request.token_ids for request in (first, second)] == [alone_ignoring_eos(prompt, 5)] * 2
-    assert pair.num_wanted == 0
 
 
 def test_readers_are_known_until_they_have_read() -> None:

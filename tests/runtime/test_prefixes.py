@@ -243,14 +243,3 @@ def test_loads_go_into_the_blocks_after_those_of_the_cache() -> None:
         tier.blocks.add(key)
     loading = reuse.load(Found([5], keys=KEYS[:2]), [5, 6, 7, 8], None)
     assert (loading.keys, list(loading.blocks), loading.state) == (KEYS[:2], [6, 7], None)
-
-
-def test_content_that_is_held_stays_until_it_is_released() -> None:
-    tier = HostTier(1)
-    tier.blocks.add(KEYS[0])
-    tier.blocks.hold(KEYS[:1])
-    tier.blocks.hold(KEYS[:1])
-    for held in (True, True, False):
-        assert (tier.blocks.add(KEYS[1]) is None) == held
-        if held:
-            tier.blocks.release(KEYS[:1])

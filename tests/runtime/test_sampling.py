@@ -15,6 +15,7 @@ from dcpmla.runtime.draws import draw_tokens, log_sums, nucleus, ranks_of
 from dcpmla.runtime.request import Request, new_generator
 from dcpmla.runtime.sampling import SamplingParams, sample
 from tests.attention.test_small_kernels import compile_for_hopper
+from tests.support.kernels import on_both
 from tests.support.shared_memory import run_interpreted
 
 VOCAB = 40
@@ -94,11 +95,12 @@ def test_a_row_does_not_depend_on_its_neighbours(
     assert draw(logits[order], [params[row] for row in order]) == [alone[row] for row in order]
 
 
-def test_rows_of_a_large_batch() -> None:
+@on_both
+def test_rows_of_a_large_batch(device: str) -> None:
     """More rows than are drawn at once, greedy ones between them."""
-    logits = random_logits(300, seed=3)
-    params = [SamplingParams(temperature=row % 3, top_k=row % 5, seed=row) for row in range(300)]
-    assert draw(logits, params) == [draw(logits[row : row + 1], [params[row]])[0] for row in range(300)]
+    logits = random_logits(300, seed=3, vocab=5000)
+    params = [SamplingParams(temperature=row % 3, top_k=row % 5, top_p=1 - row % 2 / 5, seed=row) for row in range(300)]
+    assert draw(logits.to(device), params) == [draw(logits[row : row + 1], [params[row]])[0] for row in range(300)]
     greedy = list(range(0, 300, 3))
     assert sample(logits, params, [0.5] * 300)[greedy].tolist() == logits[greedy].argmax(-1).tolist()
 
@@ -242,14 +244,6 @@ def test_the_kernel_in_the_interpreter() -> None:
 @pytest.mark.parametrize(("num_rows", "vocab"), [(2, 129_280), (64, 129_280), (48, 1 << 18), (37, 1000)])
 def test_the_kernel(num_rows: int, vocab: int) -> None:
     check_kernel("cuda", num_rows, vocab)
-
-
-@pytest.mark.gpu
-def test_a_batch_on_a_gpu() -> None:
-    """More rows than are drawn at once, greedy ones between them."""
-    logits = random_logits(300, seed=3, vocab=5000)
-    params = [SamplingParams(temperature=row % 3, top_k=row % 5, top_p=1 - row % 2 / 5, seed=row) for row in range(300)]
-    assert draw(logits.cuda(), params) == draw(logits, params)
 
 
 def test_the_kernel_compiles_for_hopper() -> None:

@@ -77,7 +77,7 @@ def serve(
     return steps
 
 
-# Drafts of the second request hold more blocks than it needs again when it is preempted: there is room in the same step.
+# The second request's drafts hold more blocks than it needs again: there is room for it in the step that preempts it.
 MORE_ROOM = [[(0, [1], 15, False), (4, [1, 1, 0, 0, 1, 0], 16, False)]]
 # Each step's arrivals: blocks of the prefix, further tokens of the prompt, number of new tokens, is scored
 Load = list[list[tuple[int, list[int], int, bool]]]
