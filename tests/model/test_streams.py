@@ -47,39 +47,29 @@ def make_case(
     return Streams(values, mixing, out), projection, random(width).abs()
 
 
-@pytest.mark.parametrize("num_streams", [1, 2, 4])
+@pytest.mark.parametrize(("num_streams", "mixes"), [(1, True), (2, True), (4, True), (4, False)])
 @torch.no_grad()
-def test_as_transformers(num_streams: int) -> None:
-    """A part's input, and the streams after it, as its decoder layer computes them."""
-    from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
+def test_as_transformers(num_streams: int, mixes: bool) -> None:
+    """A part's input, and the streams after it, as its decoder layer computes them; streams may be independent."""
+    if mixes:
+        from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
 
-    config = v4.DeepseekV4Config(hidden_size=48, hc_mult=num_streams, hc_sinkhorn_iters=5, hc_eps=1e-5)
-    streams, projection, norm = make_case(7, num_streams, 48, torch.float32, False, False, "cpu")
-    theirs, their_norm = v4.DeepseekV4HyperConnection(config), v4.DeepseekV4RMSNorm(48, config.rms_norm_eps)
+        config = v4.DeepseekV4Config(hidden_size=48, hc_mult=num_streams, hc_sinkhorn_iters=5, hc_eps=1e-5)
+        theirs, their_norm = v4.DeepseekV4HyperConnection(config), v4.DeepseekV4RMSNorm(48, config.rms_norm_eps)
+    else:
+        hy = pytest.importorskip("transformers.models.hy_v4.modeling_hy_v4")
+        config = hy.HYV4Config(hidden_size=48, hc_mult=4, hc_eps=1e-5, hc_magnitude=1.5, rms_norm_eps=1e-6)
+        theirs, their_norm = hy.HYV4HyperConnection(config), hy.HYV4RMSNorm(48, config.rms_norm_eps)
+    before, projection, norm = make_case(7, num_streams, 48, torch.float32, False, False, "cpu", mixes)
     theirs.fn.data, theirs.base.data, theirs.scale.data = projection
     their_norm.weight.data = norm
-    post, comb, collapsed = theirs(streams.values[None])
-    x, found = Connection(projection, norm, CONSTANTS)(streams)
+    post, *comb, collapsed = theirs(before.values[None])
+    x, streams = Connection(projection, norm, CONSTANTS if mixes else INDEPENDENT)(before)
     torch.testing.assert_close(x, their_norm(collapsed)[0])
     out = torch.randn(7, 48)
-    wanted = post[..., None] * out[None, :, None] + comb.transpose(-1, -2) @ streams.values[None]
-    torch.testing.assert_close(finish(found._replace(out=out)), wanted[0])
-
-
-@torch.no_grad()
-def test_independent_streams_as_transformers() -> None:
-    v4 = pytest.importorskip("transformers.models.hy_v4.modeling_hy_v4")
-    config = v4.HYV4Config(hidden_size=48, hc_mult=4, hc_eps=1e-5, hc_magnitude=1.5, rms_norm_eps=1e-6)
-    before, projection, norm = make_case(7, 4, 48, torch.float32, False, False, "cpu", mixes=False)
-    connection, module_norm = v4.HYV4HyperConnection(config), v4.HYV4RMSNorm(48, config.rms_norm_eps)
-    connection.fn.data, connection.base.data, connection.scale.data = projection
-    module_norm.weight.data = norm
-    post, collapsed = connection(before.values[None])
-    x, streams = Connection(projection, norm, INDEPENDENT)(before)
-    torch.testing.assert_close(x, module_norm(collapsed)[0])
-    out = torch.randn(7, 48)
-    expected = post[0, :, :, None] * out[:, None] + before.values
-    torch.testing.assert_close(finish(streams._replace(out=out)), expected)
+    mixed = comb[0].transpose(-1, -2) @ before.values if mixes else before.values[None]
+    expected = post[..., None] * out[:, None] + mixed
+    torch.testing.assert_close(finish(streams._replace(out=out)), expected[0])
 
 
 @torch.no_grad()

@@ -210,8 +210,8 @@ def computed(allocator: BlockAllocator, num_blocks: int, reuse: PrefixReuse) -> 
     return request
 
 
-def make_reuse(costs: LoadCosts, num_blocks: int = 9) -> tuple[BlockAllocator, HostTier, PrefixReuse]:
-    allocator, tier = BlockAllocator(num_blocks, BLOCK), HostTier(9)
+def make_reuse(costs: LoadCosts) -> tuple[BlockAllocator, HostTier, PrefixReuse]:
+    allocator, tier = BlockAllocator(9, BLOCK), HostTier(9)
     return allocator, tier, PrefixReuse(allocator, True, tier, costs)
 
 
