@@ -66,16 +66,24 @@ def alone(prompt: list[int], params: SamplingParams, table: Tensor) -> list[int]
     requests=st.lists(st.tuples(prompts, some_params), min_size=1, max_size=5),
     budget=st.sampled_from([4, 64]),
     table=st.sampled_from([TABLE, TABLE - 20]),  # all logits of the second are negative
+    num_steps=st.integers(0, 12),
 )
 def test_tokens_are_those_of_transformers(
-    requests: list[tuple[list[int], SamplingParams]], budget: int, table: Tensor
+    requests: list[tuple[list[int], SamplingParams]], budget: int, table: Tensor, num_steps: int
 ) -> None:
-    """Also of the token under way, with prompts in pieces, and of requests that are computed again."""
-    engine = make_engine(8, budget, model=TableModel(table))
-    added = [engine.add(prompt, params) for prompt, params in requests]
+    """Also of the token under way, with prompts in pieces, of requests that are computed again or join others later,
+    and after an abort.
+    """
+    engine, half = make_engine(8, budget, model=TableModel(table)), -(-len(requests) // 2)
+    added = [engine.add(prompt, params) for prompt, params in requests[:half]]
+    for _ in range(num_steps):
+        engine.step()
+    engine.abort(added[0])
+    added += [engine.add(prompt, params) for prompt, params in requests[half:]]
     list(engine.run())
     for request, (prompt, params) in zip(added, requests, strict=True):
-        assert request.token_ids == alone(prompt, params, table)
+        expected, is_aborted = alone(prompt, params, table), request.finish_reason == "abort"
+        assert request.token_ids == (expected[: len(request.token_ids)] if is_aborted else expected)
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -1,6 +1,7 @@
-"""Min-p and log probabilities through the engine, against transformers' processors and softmax by hand."""
+"""Min-p and log probabilities, against transformers' processors and softmax by hand; what counts of tokens cost."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,14 +48,17 @@ def test_min_p_is_transformers_(min_p: float, temperature: float, seed: int) -> 
     logits = 3 * torch.randn(3, 50, generator=torch.Generator().manual_seed(seed))
     params = SamplingParams(temperature=temperature, min_p=min_p)
     plain = SamplingParams(temperature=temperature)
-    requests = [Request([1], params), Request([1], plain), Request([1], params)]
+    requests = [Request([1], params), Request([1], plain)]
+    requests.append(Request([1], replace(params, frequency_penalty=0.7), token_ids=[3, 3, 5]))
+    expected = logits.clone()
+    expected[2, [3, 5]] -= torch.tensor([1.4, 0.7])
     penalties = Penalties()
     shaped = penalties.shape_logits(logits, requests, None)
     assert torch.equal(shaped[1], logits[1])
     for row in (0, 2):
-        kept = MinPLogitsWarper(min_p)(None, (logits[row] / temperature)[None])[0] > -math.inf
+        kept = MinPLogitsWarper(min_p)(None, (expected[row] / temperature)[None])[0] > -math.inf
         assert torch.equal(shaped[row] > -math.inf, kept)
-        assert torch.equal(shaped[row][kept], logits[row][kept])
+        assert torch.equal(shaped[row][kept], expected[row][kept])
     assert penalties.shape_logits(logits, [requests[1]] * 3, None) is logits  # nothing is launched for nothing
 
 
@@ -124,3 +128,42 @@ def check_request(request: Request) -> None:
             assert entry[1:] == (None, ())
         else:
             check_entry(entry, sequence[position - 1], old or 0)
+
+
+class CountedTokens(list[int]):
+    """Tokens that count how often they are read."""
+
+    num_read = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        read = super().__getitem__(index)
+        self.num_read += len(read) if isinstance(index, slice) else 1
+        return read
+
+    def __iter__(self) -> Any:
+        self.num_read += len(self)
+        return super().__iter__()
+
+
+def test_a_step_reads_only_new_tokens() -> None:
+    prompt, new = CountedTokens(range(VOCAB_SIZE)), CountedTokens(VOCAB_SIZE * list(range(VOCAB_SIZE)))
+    request = Request(prompt, SamplingParams(max_new_tokens=999, presence_penalty=1.0), token_ids=new)
+    penalties, num_known = Penalties(), len(new)
+    for number in range(20):
+        penalties.shape_logits(torch.zeros(1, VOCAB_SIZE), [request], None)
+        assert new.num_read == num_known + number
+        new.append(number % VOCAB_SIZE)
+    assert prompt.num_read <= 2 * len(prompt)
+
+
+def test_only_requests_with_penalties_have_rows() -> None:
+    """And they give them up when they finish."""
+    penalties, logits = Penalties(), torch.zeros(100, VOCAB_SIZE)
+    without = [Request([1], SamplingParams(min_p=0.1, temperature=1.0)) for _ in range(99)]
+    penalties.shape_logits(logits, [*without, Request([1], SamplingParams(presence_penalty=1.0))], None)
+    assert len(penalties._counts) == 2
+    for _ in range(20):
+        request = Request([1], SamplingParams(presence_penalty=1.0))
+        penalties.shape_logits(logits[:1], [request], None)
+        request.finish_reason = "length"
+    assert len(penalties._counts) <= 4
