@@ -1,9 +1,10 @@
-"""Sampling against transformers' logits warpers in float64, and against statistics."""
+"""Sampling against transformers' logits warpers in float64, and against statistics; masks of allowed tokens."""
 
 import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +13,8 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from dcpmla.runtime.draws import draw_tokens, log_sums, nucleus, ranks_of
+from dcpmla.runtime.host_copy import HostCopy
+from dcpmla.runtime.masks import NO_TOKEN, Masked, _masked
 from dcpmla.runtime.request import Request, new_generator
 from dcpmla.runtime.sampling import SamplingParams, sample
 from tests.attention.test_small_kernels import compile_for_hopper
@@ -256,3 +259,22 @@ def test_the_kernel_compiles_for_hopper() -> None:
 def test_every_bit_of_a_seed_counts() -> None:
     seeds = [*range(2000), *((1 << bit) - 1 for bit in range(11, 65))]
     assert len({uniform(seed) for seed in seeds}) == len(seeds)
+
+
+@on_both
+def test_masks_are_applied_to_their_rows_alone(device: str) -> None:
+    """More rows than are masked at once, a vocabulary of no whole number of words, and a mask that is wider."""
+    rng, logits = np.random.default_rng(3), torch.randn(150, 1000, device=device)
+    rows = rng.permutation(150)[:131]
+    bits = rng.integers(0, 1 << 32, (131, 33), dtype=np.uint32)
+    expected = logits.cpu().clone()
+    for row, own in zip(rows, bits, strict=True):
+        allowed = np.unpackbits(own.view(np.uint8), bitorder="little")[:1000]
+        expected[row, allowed == 0] = -torch.inf
+    before = logits.clone()
+    assert torch.equal(_masked(logits, rows, bits).cpu(), expected)
+    assert torch.equal(logits, before)
+    drafts = HostCopy(torch.arange(5, device=device))
+    assert drafts.wait() == [0, 1, 2, 3, 4]
+    rejected = Masked(logits, [1, 3]).reject(torch.arange(4, device=device))
+    assert rejected.tolist() == [0, NO_TOKEN, 2, NO_TOKEN]
