@@ -1,5 +1,8 @@
-"""The planner against measured tables, real checkpoints and real caches."""
+"""The planner against measured tables, real checkpoints and real caches, and decode steps of whole models as `bench
+generate` measured them.
+"""
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -14,6 +17,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dcpmla.bench.geometries import config_of
 from dcpmla.bench.plots import select
 from dcpmla.cache.states import num_states
 from dcpmla.comm import nccl
@@ -23,7 +27,7 @@ from dcpmla.planning.capacity import capacity_table
 from dcpmla.planning.deployment import Deployment, attention_us
 from dcpmla.planning.exchange import ExchangeCosts
 from dcpmla.planning.machine import COLLECTIVES, H200X8, Collective, Machine
-from dcpmla.planning.measured import predict_row, read_rows
+from dcpmla.planning.measured import calibrate, predict_row, read_rows
 from dcpmla.planning.parameter import Parameter
 from dcpmla.planning.recommend import make_plan
 from dcpmla.planning.setting import Setting
@@ -242,3 +246,78 @@ def test_sharding_keeps_its_gain(read: Callable[[], ModelSize], kv_cache_dtypes:
         if read is not read_v4:
             assert {part.nbytes for part in keys} == {64 * {"auto": 256, "fp8": 132}[index]}
             assert sum(memory.nbytes for memory in block.tensors) == 64 * shard.bytes_per_token
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+STEP = {"mode": "graph", "exchange": "direct", "kv_cache_dtype": "bf16", "index_cache_dtype": "auto"}
+STEP |= {"enable_expert_parallel": False, "input_len": 8192}
+
+
+def read_size(model: str, weights: str, vocab_size: int) -> ModelSize:
+    """Sizes of the models in results' step*.json: V2-Lite whole, four of DeepSeek-V3's layers, or eight of V4's."""
+    if model == "v2lite":
+        return read_model(config_of("v2-lite", dtype="bfloat16"))
+    if model == "v4":
+        ratios = [0, 0, 4, 128, 4, 128, 4, 128]
+        config = config_of("deepseek-v4-flash", num_hidden_layers=8, compress_ratios=ratios, dtype="bfloat16")
+        config.quantization_config = {**FP8, "expert_dtype": "fp4"}
+        return read_model(config)
+    sizes = {"num_hidden_layers": 4, "first_k_dense_replace": 1, "n_routed_experts": 256 if "256" in model else 64}
+    config = config_of("deepseek-v3", vocab_size=vocab_size, dtype="bfloat16", **sizes)
+    if weights == "fp8":
+        config.quantization_config = FP8
+    return read_model(config)
+
+
+@pytest.mark.parametrize(
+    ("path", "vocab_size", "num_rows"),
+    [
+        ("h200/step.json", 16384, 12),
+        ("h200/step_v3_bf16.json", 16384, 4),
+        ("h200/step_32k.json", 16384, 2),
+        ("h200/step_v4.json", 129280, 3),
+        ("h200x2/step.json", 129280, 8),
+        ("h200x4/step.json", 129280, 8),
+    ],
+)
+def test_the_preset_predicts_the_steps_that_were_measured(path: str, vocab_size: int, num_rows: int) -> None:
+    rows = json.loads((RESULTS / path).read_text())["rows"]
+    rows = [row for row in rows if "device_us" in row]
+    assert len(rows) >= num_rows
+    for row in rows:
+        model = read_size(row["model"], row["weights"], 129280 if "256" in row["model"] else vocab_size)
+        setting = Setting(tp=row["tp"], dcp=row["dcp"], kv_cache_dtype="bf16")
+        predicted = Deployment(H200X8, model, setting).step_us(row["batch"], row["input_len"])["total"]
+        assert within(predicted / row["device_us"], 1, {"v2lite": 1.15, "v4": 1.2}.get(row["model"], 1.1))
+
+
+def rows_of(machine: Machine, model: ModelSize) -> list[dict[str, Any]]:
+    rows = []
+    for tp, dcp in ((1, 1), (4, 1), (8, 8)):
+        for batch in (1, 8, 128):
+            row = {**STEP, "num_parameters": model.num_parameters, "tp": tp, "dcp": dcp, "batch": batch}
+            rows.append({**row, "device_us": predict_row(machine, model, row | {"device_us": 1.0})})
+    return rows
+
+
+def test_steps_calibrate_products() -> None:
+    model = read_size("v3", "fp8", 129280)
+    other = replace(H200X8, product_us=11.0, product_read_share=0.7)
+    found = calibrate(H200X8, model, rows_of(other, model))
+    assert found.product_us == pytest.approx(11, rel=0.05)
+    assert found.product_read_share == pytest.approx(0.7, rel=0.05)
+    assert found.packed_read_share == H200X8.packed_read_share  # no row depends on it
+
+
+def test_steps_that_have_no_prediction() -> None:
+    """Those of other models and with drafts."""
+    model = read_size("v3", "fp8", 129280)
+    row = rows_of(H200X8, model)[0]
+    assert predict_row(H200X8, model, row) is not None
+    for change in (
+        {"num_parameters": 1},
+        {"acceptance": 0.8},
+        {"dcp_q_replicate": True},
+        {"decode_query_dtype": "fp8"},
+    ):
+        assert predict_row(H200X8, model, row | change) is None
