@@ -40,18 +40,6 @@ def run_interpreted(num_ranks: int, function: Callable[..., Any], *args: Any) ->
     _interpreter().submit(partial(run_ranks, timeout=200), num_ranks, function, *args).result()
 
 
-def interpret(check: Callable[..., None], *args: Any) -> None:
-    """Run a check on one rank in the interpreter, with conversions as torch's."""
-    run_interpreted(1, _check_with_conversions, check, *args)
-
-
-def _check_with_conversions(check: Callable[..., None], *args: Any) -> None:
-    from tests.support.interpreter import convert_as_torch
-
-    convert_as_torch()
-    check(*args)
-
-
 @cache
 def _interpreter() -> ProcessPoolExecutor:
     """Start the one process for all jobs; its start, and that of its server of ranks, takes longer than some jobs."""
