@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from dcpmla.runtime.sampling import SamplingParams
-from tests.support.deepseek_v41_files import save_v41
 from tests.support.layouts import dcp_config
 from tests.support.models import VOCAB_SIZE, save_tiny
 from tests.support.oracle import Oracle
@@ -25,6 +24,7 @@ CASES = [
     ("kimi_linear", (1, 1, 1, 16), (2, 2, 4, 16)),
     ("glm5_next_text", (2, 2, 1, 16), (1, 1, 1, 16)),
     ("dots3_note_text", (1, 1, 1, 16), (2, 2, 4, 16)),
+    ("deepseek_v41", (1, 1, 1, 64), (2, 2, 1, 64)),  # layers share rows, and every rank has the ids of all tokens
 ]
 
 
@@ -78,15 +78,6 @@ def test_prompts_move_between_gpus(tp: int, family: str, tmp_path: Path) -> None
     if family == "deepseek_v4":
         layouts = [dcp_config(size, size, 1, block_size=64) for size in (tp, 1)]
     check(reference, prompts, run_jobs(model, *layouts, prompts, meeting, "cuda"))
-
-
-def test_shared_rows_and_ids_of_tokens_move(tmp_path: Path) -> None:
-    """DeepSeek-V4.1: layers share rows, and every rank has the ids of all tokens."""
-    model, meeting = tmp_path / "model", tmp_path / "meeting"
-    model.mkdir(), meeting.mkdir()
-    reference, prompts = save_v41(model), draw_prompts()
-    layouts = [dcp_config(1, 1, 1, block_size=64), dcp_config(2, 2, 1, block_size=64)]
-    check(reference, prompts, run_jobs(model, *layouts, prompts, meeting))
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v4"])

@@ -1,4 +1,4 @@
-"""Memories of n-grams from a config and a tokenizer; test_deepseek_v41.py has whole models with them."""
+"""Memories of n-grams from a config and a tokenizer; test_variants.py has whole models with them."""
 
 from pathlib import Path
 from types import SimpleNamespace

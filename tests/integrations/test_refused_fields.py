@@ -9,7 +9,7 @@ import pytest
 
 from dcpmla.integrations.families.table import attention_of
 from dcpmla.integrations.model_files import load_config
-from tests.integrations.test_dots3 import published
+from tests.integrations.test_published_checkpoints import flat_dots3
 from tests.support.deepseek_v41_files import TEXT as V41
 from tests.support.kimi_k3_files import TEXT as K3
 from tests.support.models import FAMILIES, tiny_config
@@ -135,8 +135,7 @@ def config_of(family: str, changes: dict[str, Any]) -> dict[str, Any]:
         return {"model_type": family, "image_token_id": 129264, "text_config": fields}
     text = json.loads(tiny_config(family).to_json_string()) | {"model_type": family}
     if family == "dots3_note_text":
-        raw = published({"text_config": text, "model_type": "dots3_note"})
-        return raw | {"layer_types": text["layer_types"]} | changes
+        return flat_dots3(text) | {"model_type": "dots3_note", "layer_types": text["layer_types"]} | changes
     if family == "bailing_hybrid":
         text["pad_token_id"] = 0
     if family == "mistral_large4_text":

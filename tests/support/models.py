@@ -2,11 +2,13 @@
 at 0).
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from dcpmla.integrations.families.table import FAMILIES as TABLE
 from tests.support.kimi_k3_files import TEXT, save_k3
@@ -294,3 +296,14 @@ def save_tiny(family: str, directory: Path, **fields: Any) -> Any:
     model = random_model(config)
     model.save_pretrained(directory)
     return model
+
+
+def drop_zero_experts(directory: Path, num_experts: int) -> None:
+    """Remove the weights of experts beyond num_experts from a saved LongCat."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    kept = {
+        name: tensor for name, tensor in tensors.items() if int((re.findall(r"experts\.(\d+)", name) or [0])[0]) < num_experts
+    }
+    assert len(kept) < len(tensors)
+    save_file(kept, file, metadata={"format": "pt"})
