@@ -23,8 +23,8 @@ from tests.support.engines import new_engine
 from tests.support.layouts import dcp_config
 from tests.support.models import FAMILIES, WINDOW_FAMILIES, tiny_config
 from tests.support.oracle import Oracle
-from tests.support.plan_cases import CONFIGS
 from tests.support.plain_mtp import PlainMtp, plain_module
+from tests.support.plan_cases import CONFIGS
 from tests.support.ranks import message_of, run_ranks
 from tests.support.whole_models import load_on_rank, poisoned_cache
 
@@ -140,7 +140,9 @@ REFUSED = [
     ("mistral_large4_text", 1, r"module \(mtp_dspark\) is not computed: leave --speculative-method mtp out"),
 ]
 MANY = "has num_nextn_predict_layers {!r}, and one module is computed: leave"
-REFUSED += [(family, number, MANY.format(number)) for family in ("bailing_hybrid", "deepseek_v3") for number in (2, "x")]
+REFUSED += [
+    (family, number, MANY.format(number)) for family in ("bailing_hybrid", "deepseek_v3") for number in (2, "x")
+]
 
 
 @pytest.mark.parametrize(("family", "num_modules", "message"), [row for row in REFUSED if row[0] in FAMILIES])

@@ -86,6 +86,7 @@ def test_the_rows_that_a_model_rounds(family: str, tmp_path: Path, monkeypatch: 
     reference = save_tiny(family, tmp_path, **fields)
     fp8 = dcp_config(2, 2, 2, block_size=8, dcp_comm_backend="a2a", **ROWS)
     results = run_ranks(2, serve_layouts, tmp_path, [fp8, replace(fp8, decode_context_parallel_size=1)], prompts())[0]
-    rounded = rounding(getattr(module, name), lambda x: x.shape[-1] == 128 and 24 not in x.shape[1:3])  # not of 24 heads
+    # Queries have 24 heads.
+    rounded = rounding(getattr(module, name), lambda x: x.shape[-1] == 128 and 24 not in x.shape[1:3])
     monkeypatch.setattr(module, name, rounded)
     assert max(Oracle(reference).errors(prompts(), results)) < 1e-2  # few codes are others

@@ -302,8 +302,11 @@ def drop_zero_experts(directory: Path, num_experts: int) -> None:
     """Remove the weights of experts beyond num_experts from a saved LongCat."""
     file = directory / "model.safetensors"
     tensors = load_file(file)
+    expert = re.compile(r"\.experts\.(\d+)\.")
     kept = {
-        name: tensor for name, tensor in tensors.items() if int((re.findall(r"experts\.(\d+)", name) or [0])[0]) < num_experts
+        name: tensor
+        for name, tensor in tensors.items()
+        if (found := expert.search(name)) is None or int(found[1]) < num_experts
     }
     assert len(kept) < len(tensors)
     save_file(kept, file, metadata={"format": "pt"})
