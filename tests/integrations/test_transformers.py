@@ -106,7 +106,7 @@ OF_KINDS = (*ON_FOUR[:-1], "deepseek_v32", "mistral_large4_text", "dots3_note_te
 ON_THREE = ("deepseek_v3", "glm_moe_dsa", "longcat_flash", "deepseek_v4")
 ON_EIGHT = ("deepseek_v3", "deepseek_v32", "deepseek_v4")
 FAMILIES_ON = {1: OF_KINDS, 2: FAMILIES, 3: ON_THREE, 4: ON_FOUR, 8: ON_EIGHT}
-# test_eps_of_the_latents_norms has all on one rank; test_combinations.py has all families in all layouts of one and two ranks.
+# test_eps_of_the_latents_norms has all on one rank, test_combinations.py all layouts of one and two ranks.
 QUICK = {1: (), 2: OF_KINDS, 3: ("deepseek_v3", "deepseek_v4"), 8: ("deepseek_v3",)}
 QUICK[4] = ("deepseek_v3", "glm_moe_dsa", "deepseek_v4", "glm5_next_text", "hy_v4")
 SIZES = [
