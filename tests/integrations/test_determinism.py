@@ -20,7 +20,7 @@ from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.graph_sizes import GraphSize
 from dcpmla.runtime.sampling import SamplingParams
-from tests.support.models import VOCAB_SIZE, random_model, tiny_config
+from tests.support.models import VOCAB_SIZE, save_tiny
 from tests.support.ranks import run_ranks
 from tests.support.whole_models import load_engine_on_rank
 
@@ -40,9 +40,7 @@ Outcome = dict[str, tuple[int, int]]  # ways -> equal rows of logits, and all
 
 def save(family: str, directory: Path) -> None:
     """Save a random model, which amplifies every rounding."""
-    config = tiny_config(family)
-    config.max_position_embeddings = MAX_LEN
-    random_model(config).save_pretrained(directory)
+    save_tiny(family, directory, max_position_embeddings=MAX_LEN)
 
 
 def load(directory: Path, tp: int, dcp_size: int, backend: str, options: Mapping[str, Any]) -> Engine:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dcpmla.integrations.families.table import attention_of
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.skeleton import build_skeleton
 from tests.integrations.test_refused_fields import LONGROPE
@@ -19,9 +20,10 @@ from tests.support.models import FAMILIES, tiny_config
 @pytest.mark.skipif("minicpm3" not in FAMILIES, reason="an older transformers")
 def test_angles_of_equal_lists_depend_on_no_other_position(tmp_path: Path) -> None:
     text = json.loads(tiny_config("minicpm3").to_json_string()) | {"model_type": "minicpm3", "rope_scaling": LONGROPE}
-    del text["rope_parameters"]
+    del text["rope_parameters"], text["v_head_dim"]  # as published
     (tmp_path / "config.json").write_text(json.dumps(text))
     config = load_config(tmp_path)
+    assert attention_of(config).config.v_head_dim == 48 // 24
     rotary, x = build_skeleton(config).model.rotary_emb, torch.empty(0)
     short, long = (rotary(x, torch.tensor([positions])) for positions in ([5, 63], [5, 63, 200]))
     for angles, expected in zip(short, long, strict=True):
