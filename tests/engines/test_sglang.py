@@ -55,16 +55,6 @@ def test_a_cache_in_8_bits(model: tuple[Path, Any], tmp_path: Path) -> None:
         assert max(abs(a - b) for a, b in zip(request["logprobs"], exact, strict=True)) > 0.1
 
 
-def test_a_merge_left_out_is_seen(model: tuple[Path, Any], tmp_path: Path) -> None:
-    """The tests of this file can fail."""
-    prompts = prompts_of(33)
-    served, calls, _ = serve(model[0], tmp_path, [prompts], {}, SGLANG_TEST_BREAK="1")
-    _, logprobs = expected(model[1], prompts[0])
-    (request,) = served[0]
-    assert calls["dcp_mla_decode"]
-    assert max(abs(a - b) for a, b in zip(request["logprobs"], logprobs, strict=True)) > 0.01
-
-
 def test_no_token_of_a_failed_step_leaves(model: tuple[Path, Any], tmp_path: Path) -> None:
     """The prompt makes the first token, four decode steps the next ones. In the fourth an exchange of the last rank
     fails, whose tokens SGLang does not take.
