@@ -1,4 +1,4 @@
-"""Reading slices of checkpoints: safetensors shards, block-quantized fp8, and faults of a file."""
+"""Reading checkpoints: safetensors shards, scales of caches, and faults of a file."""
 
 import json
 from functools import partial
@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from dcpmla.attention.mla.fp8_scales import KV_SCALE_NAMES, read_scale
@@ -19,30 +18,8 @@ from dcpmla.integrations.families.table import FAMILIES
 from dcpmla.integrations.model_files import find_model, load_config
 from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.mesh import init_mesh
-from tests.integrations.test_transformers import check, make_cases
 from tests.support.models import save_tiny
-from tests.support.quantized_models import write_dequantized, write_quantized
 from tests.support.ranks import run_ranks
-
-BLOCK = 32  # smaller than DeepSeek's 128: a tiny matrix has several blocks, and cuts over heads run through them
-
-
-def save_fp8(directory: Path) -> Any:
-    """Save a DeepSeek-V3 checkpoint as it ships, attention and MLPs in fp8 blocks; return the float32 model of the
-    dequantized weights.
-    """
-    # transformers, which reads the MLPs, knows whole blocks only; attention keeps sizes with ragged ones.
-    sizes = {"hidden_size": 2 * BLOCK, "intermediate_size": 4 * BLOCK, "moe_intermediate_size": 2 * BLOCK}
-    save_tiny("deepseek_v3", directory / "wide", **sizes)
-    write_quantized(directory / "wide", directory, "block_32")
-    write_dequantized(directory / "wide", directory / "twin", "block_32")
-    return transformers.AutoModelForCausalLM.from_pretrained(directory / "twin", dtype=torch.float32).eval()
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu_2)])
-def test_fp8_checkpoint_generates_as_its_dequantized_model(device: str, tmp_path: Path) -> None:
-    reference = save_fp8(tmp_path)
-    check(reference, tmp_path, 2, make_cases(2, [2], (1,), ("a2a",)), device)
 
 
 def test_shards_with_and_without_an_index(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ CASES = [  # family, how it is stored, what its experts are then
     ("longcat_flash", "compressed_channel", "Tensor"),
     ("deepseek_v4", "published", "GroupFp4"),
     ("deepseek_v4", "published_32", "GroupFp4"),
+    ("deepseek_v3", "block_32", "Tensor"),  # cuts over heads run through blocks
     ("deepseek_v3", "e8m0_32", "Tensor"),
     ("deepseek_v3", "int4", "GroupInt4"),
     ("deepseek_v3", "mxfp4", "GroupFp4"),
