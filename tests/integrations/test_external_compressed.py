@@ -1,6 +1,7 @@
 """DeepSeek-V4's layer over an engine's own projections does what the layer does that loads the same weights."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -24,14 +25,12 @@ from tests.support.compressor_steps import config_of
 from tests.support.ranks import run_ranks
 
 
-def modules_of(layer: CompressedAttention) -> CompressedModules:
-    """Return a layer's projections as an engine would hand them over: parts in memory of their own, those that are
-    compressed in float32.
-    """
+def modules_of(layer: CompressedAttention, pairs_dtype: torch.dtype = torch.float32) -> CompressedModules:
+    """Return a layer's projections as an engine would hand them over: parts in memory of their own."""
 
     def down_proj(x: Tensor) -> tuple[Tensor, ...]:
         row, *pairs = layer.down_proj(x).split(layer.down_widths, -1)
-        return cut(row), *(cut(part.float()) for part in pairs)
+        return cut(row), *(cut(part.to(pairs_dtype)) for part in pairs)
 
     pooled = {
         name: CompressorModules(bias=weights.bias, norm=weights.norm)
@@ -66,19 +65,24 @@ def run(layers: Layers) -> list[list[Tensor]]:
 
 
 def compare(layouts: list[DCPConfig], dtype: torch.dtype) -> None:
-    """On each rank: compare all bits of the layers' outputs and caches."""
+    """On each rank: compare all bits of the layers' outputs and caches; with pairs of a wider dtype, outputs alone."""
     lengths = [sum(tokens) for tokens in zip(*MIXED, strict=True)]
-    for dcp in layouts:
+    for dcp, pairs_dtype in itertools.product(layouts, dict.fromkeys((dtype, torch.float32))):
         loaded, over_modules = (Layers(tiny(), dcp, lengths, dtype=dtype) for _ in range(2))
         exchange = over_modules.layers[1].exchange
-        over_modules.layers = [external(layer, modules_of(layer), exchange) for layer in loaded.layers]
+        over_modules.layers = [external(layer, modules_of(layer, pairs_dtype), exchange) for layer in loaded.layers]
         for layer, loaded_layer in zip(over_modules.layers, loaded.layers, strict=True):
             assert addresses(layer) <= addresses(loaded_layer), "weights are copied"
         with torch.no_grad():
             for outputs, loaded_outputs in zip(run(over_modules), run(loaded), strict=True):
                 for rows, wanted_rows in zip(outputs, loaded_outputs, strict=True):
                     assert rows.any()
-                    assert torch.equal(rows, wanted_rows)
+                    errors = (rows - wanted_rows).norm(dim=-1) / wanted_rows.norm(dim=-1)
+                    # In bfloat16 a few tokens select others.
+                    assert errors.float().quantile(0.8) < 0.03
+                    assert torch.equal(rows, wanted_rows) or pairs_dtype != dtype
+        if pairs_dtype != dtype:
+            continue
         for memory, wanted_memory in zip(over_modules.cache.tensors, loaded.cache.tensors, strict=True):
             assert torch.equal(memory.view(torch.uint8), wanted_memory.view(torch.uint8))
 
