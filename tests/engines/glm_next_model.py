@@ -20,6 +20,7 @@ from transformers.models.glm5_next import modeling_glm5_next as glm5_next
 
 from dcpmla.attention.select.projections import hadamard_matrix
 from tests.engines.sparse_model import Selections, rounded_keys
+from tests.engines.vllm_drafts import draw_own
 from tests.engines.vllm_kimi import convolve_one, delta, initial_states, norm, prefill_delta
 from tests.engines.vllm_v4_model import mix_streams
 from tests.support.models import random_model
@@ -82,10 +83,7 @@ def save_glm_next(directory: Path) -> Path:
         for name, tensor in load_file(file).items()
         if "visual" not in name and "layers.4.hc_" not in name  # a module has one stream
     }
-    generator = torch.Generator().manual_seed(1)
-    own = {name: torch.rand(128, generator=generator) + 0.5 for name in ("enorm", "hnorm", "shared_head.norm")}
-    own |= {"eh_proj": torch.randn(128, 256, generator=generator) * 0.1}
-    own["embed_tokens"] = kept["model.embed_tokens.weight"].clone()
+    own = draw_own(torch.Generator().manual_seed(1)) | {"embed_tokens": kept["model.embed_tokens.weight"].clone()}
     kept |= {f"{MODULE}.{name}.weight": tensor for name, tensor in own.items()}
     save_file(kept, file, metadata={"format": "pt"})
     fields = json.loads((directory / "config.json").read_text())["text_config"]

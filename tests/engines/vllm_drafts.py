@@ -20,10 +20,14 @@ def save_model_with_module(directory: Path, num_heads: int = 8, head_dim: int = 
     """Save a model of two dense layers and a module with a third, which has experts if num_dense is 2; return its
     directory.
     """
-    save_model(directory, num_heads, head_dim, num_layers=3, num_dense=num_dense)
-    width = 128
-    own = {name: torch.rand(width) + 0.5 for name in ("enorm", "hnorm", "shared_head.norm")}
-    return make_module(directory, own | {"eh_proj": torch.randn(width, 2 * width) * 0.1})
+    return make_module(save_model(directory, num_heads, head_dim, num_layers=3, num_dense=num_dense), draw_own())
+
+
+def draw_own(generator: torch.Generator | None = None) -> dict[str, Tensor]:
+    """Draw the weights that a module of width 128 has beside those of its layer."""
+    norms = ("enorm", "hnorm", "shared_head.norm")
+    own = {name: torch.rand(128, generator=generator) + 0.5 for name in norms}
+    return own | {"eh_proj": torch.randn(128, 256, generator=generator) * 0.1}
 
 
 def make_module(directory: Path, own: dict[str, Tensor]) -> Path:

@@ -214,13 +214,3 @@ def test_integers_with_scales_of_another_dtype_are_read_as_values(tmp_path: Path
         Checkpoint(tmp_path, (1, 32), partial(Family().module_name, num_layers=4)).weights(""), "w.weight", (2, 64)
     )
     assert torch.equal(part, -8 * tensors["w.weight_scale"].repeat_interleave(32, 1))
-
-
-def test_bytes_of_scales_are_exponents(tmp_path: Path) -> None:
-    """Taken for numbers they would be 127 and more."""
-    codes, scales = quantize(torch.randn(256, 128), (128, 128), powers_of_two=True)
-    exponents = torch.frexp(scales)[1] + 126
-    save_file({"w": codes, "w_scale": exponents.to(torch.uint8)}, tmp_path / "model.safetensors")
-    part = read_linear(Checkpoint(tmp_path).weights(""), "w", (256, 128))
-    assert isinstance(part, BlockFp8)
-    assert torch.equal(part.scales, scales)
