@@ -113,12 +113,6 @@ def test_a_tokenizer_that_differs_from_its_file(tmp_path: Path, monkeypatch: pyt
     assert re.match("ValueError: transformers decodes .*", load_tokenizer(tmp_path)[1])
 
 
-def test_a_broken_file(tmp_path: Path) -> None:
-    save_file(tmp_path, byte_level())
-    (tmp_path / "tokenizer.json").write_text("{}")
-    assert load_tokenizer(tmp_path)[0] is None
-
-
 CODE = {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}
 
 
