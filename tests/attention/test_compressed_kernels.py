@@ -13,7 +13,9 @@ from torch import Tensor
 
 from dcpmla.attention.layers.compressed import projections
 from dcpmla.attention.layers.compressed.calls import WindowWrite
+from dcpmla.attention.layers.compressed.kernels import projections as kernels
 from dcpmla.cache.shared_format import ROPE_DIM, rows_shape
+from dcpmla.cache.shared_kernels import read_pages_kernel, read_shared_rows
 from dcpmla.cache.shared_rows import read_rows, write_rows
 from dcpmla.parallel.quantized import quantize_groups
 from tests.attention.test_small_kernels import with_dtypes
@@ -56,8 +58,6 @@ def rows_case(sizes: tuple[int, int, int], dtype: torch.dtype, storage: torch.dt
 
 def check_finish_rows(device: str) -> None:
     """Check that rows are as the torch code's, and a cache, byte by byte, as it makes them of the kernel's rows."""
-    from dcpmla.attention.layers.compressed.kernels import projections as kernels
-
     sizes = (V4, ODD, *FP8_SIZES) if device == "cuda" else (ODD, *FP8_SIZES[:2])
     for size, dtype in with_dtypes(device, sizes):
         arguments = rows_case(size, dtype, dtype)
@@ -82,8 +82,6 @@ def check_finish_rows(device: str) -> None:
 
 def check_quantized(device: str) -> None:
     """Check that query latents are what they are alone, and codes and scales what `quantize_groups` makes of them."""
-    from dcpmla.attention.layers.compressed.kernels import projections as kernels
-
     for size, dtype in itertools.product((V4, GROUPS) if device == "cuda" else (GROUPS,), DTYPES):
         arguments = rows_case(size, dtype, dtype)
         arguments[0] = arguments[0].nan_to_num(0.0)
@@ -118,8 +116,6 @@ def heads_case(num_tokens: int, num_heads: int, width: int, rope: int, dtype: to
 
 
 def check_heads(device: str) -> None:
-    from dcpmla.attention.layers.compressed.kernels import projections as kernels
-
     shapes = [(3, 5, 40, 6), (2, 3, 256, 64), (0, 3, 128, 64)]
     if device == "cuda":
         shapes += [(1, 64, 512, 64), (70, 128, 512, 64), (5, 1, 128, 64)]
@@ -145,8 +141,6 @@ def check_heads(device: str) -> None:
 
 
 def check_reading(device: str) -> None:
-    from dcpmla.cache.shared_kernels import read_shared_rows
-
     slots = torch.tensor([[3, 3, 0], [127, 64, 130]])
     for width, dtype in with_dtypes(device, (128, 192, 512)):
         cache = torch.empty(rows_shape(140, width, torch.uint8), dtype=torch.uint8)
@@ -220,20 +214,20 @@ ROW = {"WIDTH": 512, "ROPE": 64, "PAIRS": 256}
 @pytest.mark.parametrize("cache", ["plain", "u8"])
 def test_kernels_compile_for_hopper(dtype: str, cache: str) -> None:
     """Rows move in wide loads and stores, but those of e4m3."""
-    pytest.importorskip("triton")
-    from dcpmla.attention.layers.compressed.kernels.projections import heads_kernel, query_kernel, rows_kernel
-    from dcpmla.cache.shared_kernels import read_pages_kernel
-
     types = {**TYPES, "cache_ptr": "*u8" if cache == "u8" else f"*{dtype}", "codes_ptr": "*fp8e4nv"}
     codes = {} if cache == "u8" else {"codes_ptr": None, "scales_ptr": None}
-    ptx_for_hopper(rows_kernel, dtype, {**ROW, "Q_RANK": 1536, "Q_RANK_P": 2048, **codes}, **types)
+    ptx_for_hopper(kernels.rows_kernel, dtype, {**ROW, "Q_RANK": 1536, "Q_RANK_P": 2048, **codes}, **types)
     if cache == "u8":
         ptx_for_hopper(
             read_pages_kernel, dtype, {"WIDTH": 512, "ROWS": 8, "COLUMNS": 512}, **types, out_ptr=f"*{dtype}"
         )
-        ptx_for_hopper(heads_kernel, dtype, {**ROW, "NUM_HEADS": 64, "ROWS": 1}, **types, out_ptr="*fp8e4nv")
+        ptx_for_hopper(kernels.heads_kernel, dtype, {**ROW, "NUM_HEADS": 64, "ROWS": 1}, **types, out_ptr="*fp8e4nv")
         return
-    for kernel, constants in ((query_kernel, {}), (query_kernel, {"eps": None}), (heads_kernel, {"scales_ptr": None})):
+    for kernel, constants in (
+        (kernels.query_kernel, {}),
+        (kernels.query_kernel, {"eps": None}),
+        (kernels.heads_kernel, {"scales_ptr": None}),
+    ):
         for rows in (1, 4):
             ptx = ptx_for_hopper(kernel, dtype, {**ROW, "NUM_HEADS": 64, "ROWS": rows, **constants}, **types)
             assert re.search(r"ld\.global\.v[24]\.b32", ptx)

@@ -16,6 +16,7 @@ from dcpmla.attention.layers.compressed.config import CompressedConfig, LayerKin
 from dcpmla.attention.layers.compressed.projections import rotate
 from dcpmla.attention.select import compressor
 from dcpmla.attention.select.entries import EntryLayout, Pooling, PoolUpdate
+from dcpmla.attention.select.kernels import compressor as kernels
 from dcpmla.cache.shared_format import ROPE_DIM
 from tests.attention.test_compressed_kernels import DTYPES, POISON, TYPES, assert_near
 from tests.support.compressor_steps import build, config_of, tables_of
@@ -76,7 +77,6 @@ def check_steps(
     steps: Steps,
     pairs_dtype: torch.dtype | None = None,
 ) -> None:
-    from dcpmla.attention.select.kernels import compressor as kernels
 
     moved_sums = moved_cache = None
     for call, part in compressor_cases(config, dcp, rank, is_index, dtype, steps, pairs_dtype):
@@ -205,9 +205,6 @@ def test_operator(device: str) -> None:
     ("dtype", "cache"), [("bf16", "bf16"), ("bf16", "u8"), ("fp32", "fp32"), ("fp32", "u8"), ("fp32", "bf16")]
 )
 def test_the_kernel_compiles_for_hopper(dtype: str, cache: str) -> None:
-    pytest.importorskip("triton")
-    from dcpmla.attention.select.kernels.compressor import compress_kernel
-
     numbers = dict.fromkeys(("end_ptr", "source_ptr", "target_ptr"), "*i32")
     types = {**TYPES, **numbers, "cache_ptr": f"*{cache}"}
     pooled: dict[str, Any] = {"ROPE": 64, "HADAMARD_BITS": 0, "IS_INDEX": False, "WIDTH": 512, "COLUMNS": 512}
@@ -215,9 +212,9 @@ def test_the_kernel_compiles_for_hopper(dtype: str, cache: str) -> None:
     none: dict[str, Any] = dict.fromkeys(("latents_ptr", "slots_ptr"))
     for ratio, halves, tokens in ((4, 2, 1), (4, 2, 4), (128, 1, 1), (128, 1, 8)):
         constants = {"RATIO": ratio, "HALVES": halves, "GATES": halves * 512, "TOKENS": tokens}
-        ptx_for_hopper(compress_kernel, dtype, {**pooled, **constants, **none}, **types)
+        ptx_for_hopper(kernels.compress_kernel, dtype, {**pooled, **constants, **none}, **types)
     for ratio in (1, 2):  # These write entries before RoPE, too.
         constants = {"RATIO": ratio, "HALVES": 1, "GATES": 512 * (ratio - 1), "TOKENS": ratio}
-        ptx_for_hopper(compress_kernel, dtype, {**pooled, **constants}, **types)
+        ptx_for_hopper(kernels.compress_kernel, dtype, {**pooled, **constants}, **types)
     constants = {"RATIO": 4, "HALVES": 2, "GATES": 256, "TOKENS": 4}
-    ptx_for_hopper(compress_kernel, dtype, {**index, **constants, **none}, **types)
+    ptx_for_hopper(kernels.compress_kernel, dtype, {**index, **constants, **none}, **types)

@@ -8,19 +8,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dcpmla.attention.triton import decode as mla_decode
 from tests.support.backends import as_kernel, checked_call
 from tests.support.decode_cases import SMALL, Case, check
 from tests.support.examples import few
 from tests.support.schedule_in_torch import HALF, LATENT, MOST_PARTS, ROWS, Pointer, schedule_in_torch
 from tests.support.shared_memory import run_interpreted
-
-triton = pytest.importorskip("triton")
 
 
 class Doors:
@@ -187,8 +185,6 @@ INTERPRETED = st.builds(
 
 
 def check_in_the_interpreter() -> None:
-    from dcpmla.attention.triton import decode as mla_decode
-
     @few
     @given(case=INTERPRETED, min_tiles=st.sampled_from([1, 2, 8]))
     @example(case=Case([(1, 320)] * 3, num_heads=3, num_programs=1, **SMALL), min_tiles=8)  # two cut requests in a part

@@ -14,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.kimi_linear import modeling_kimi_linear as theirs
+from triton.compiler import ASTSource
 
 from dcpmla.attention.layers.linear.calls import DeltaCall, DeltaRequests, DeltaState, DeltaTokens, DeltaWeights
 from dcpmla.attention.layers.linear.config import DeltaConfig
 from dcpmla.attention.layers.linear.delta import attend_in_chunks, delta_attention, has_library, log_decay
+from dcpmla.attention.layers.linear.kernels import read, recurrence, write
 from dcpmla.attention.layers.linear.spec import DeltaSpec
 from dcpmla.attention.layers.linear.step import DeltaMetadata, delta_metadata
 from dcpmla.attention.step import long_pieces
@@ -139,10 +141,8 @@ def compare(
 
 
 def check_kernel(_: str) -> None:
-    from dcpmla.attention.layers.linear.kernels.recurrence import delta_attention as launch
-
-    compare(launch, torch.float32, "cpu", (2, 16), 1e-5, (SHORT,), (-5.0,))
-    compare(launch, torch.bfloat16, "cpu", (1, 24), 0.02, (SHORT,), (None,))
+    compare(recurrence.delta_attention, torch.float32, "cpu", (2, 16), 1e-5, (SHORT,), (-5.0,))
+    compare(recurrence.delta_attention, torch.bfloat16, "cpu", (1, 24), 0.02, (SHORT,), (None,))
 
 
 def test_kernel_in_the_interpreter() -> None:
@@ -272,26 +272,16 @@ def test_layout(lens: list[tuple[int, int]], padding: tuple[int, int], takes_chu
 @pytest.mark.parametrize("has_floor", [False, True])
 def test_the_kernel_compiles(has_floor: bool) -> None:
     """A head's memory stays in registers."""
-    pytest.importorskip("triton")
-    from triton.compiler import ASTSource
-
-    from dcpmla.attention.layers.linear.kernels.recurrence import _attend
-
     halves = ("out", "qkv", "decay", "beta", "gate", "conv", "norm", "recent")
     types = dict.fromkeys(halves, "*bf16") | dict.fromkeys(("log_rate", "decay_bias", "memory"), "*fp32")
     types |= dict.fromkeys(("start", "first_position", "end", "state"), "*i32") | {"eps": "fp32", "floor": "fp32"}
     constants = {"HAS_FLOOR": has_floor, "HEADS": 32, "DIM": 128, "WIDTH": 128, "CONV": 4, "NUM_RECENT": 3}
     constants |= {"NUM_COPIES": 1, "NORM_EPS": 1e-6, "LINEAR_FROM": 20.0}
-    _, log = compile_for_hopper(_attend, ASTSource, types, constants, num_warps=4)
+    _, log = compile_for_hopper(recurrence._attend, ASTSource, types, constants, num_warps=4)
     assert "0 bytes spill stores" in log
 
 
 def test_kernels_of_pieces_compile() -> None:
-    pytest.importorskip("triton")
-    from triton.compiler import ASTSource
-
-    from dcpmla.attention.layers.linear.kernels import read, write
-
     sizes = {"HEADS": 32, "DIM": 128, "WIDTH": 128}
     rows = {"PIECES": 32, "ROWS": 16}
     for kernel, constants in (

@@ -6,8 +6,10 @@ The kernel runs in Triton's interpreter, on a GPU if there is one, and is compil
 import pytest
 import torch
 from torch import Tensor
+from triton.compiler import ASTSource
 
 from dcpmla.attention.output.gates import apply_gates
+from dcpmla.attention.triton import gates as kernels
 from dcpmla.parallel.fp8 import quantize_rows
 from dcpmla.parallel.quantized import quantize_groups
 from tests.support.hopper import compile_for_hopper
@@ -47,8 +49,6 @@ def test_the_operator() -> None:
 
 
 def check_kernel(device: str) -> None:
-    from dcpmla.attention.triton import gates as kernels
-
     for dtype in TOLERANCE if device == "cuda" else (torch.float32, torch.bfloat16):
         for sizes in (*SIZES, (0, 8, 2)):
             out, logits = (tensor.to(device) for tensor in make_rows(*sizes, dtype))
@@ -70,13 +70,8 @@ def test_the_kernel(device: str) -> None:
 
 @pytest.mark.parametrize("quantizes", [False, True])
 def test_the_kernel_compiles(quantizes: bool) -> None:
-    pytest.importorskip("triton")
-    from triton.compiler import ASTSource
-
-    from dcpmla.attention.triton.gates import gates_kernel
-
     types = dict.fromkeys(("out_ptr", "logits_ptr", "gated_ptr"), "*bf16")
     types |= {"gated_ptr": "*fp8e4nv", "scales_ptr": "*fp32"} if quantizes else {}
     constants = {"WIDTH": 4096, "NUM_GATES": 4096} | ({} if quantizes else {"scales_ptr": None})
-    _, said = compile_for_hopper(gates_kernel, ASTSource, types, constants, num_warps=4)
+    _, said = compile_for_hopper(kernels.gates_kernel, ASTSource, types, constants, num_warps=4)
     assert "0 bytes spill stores" in said

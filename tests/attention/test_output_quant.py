@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dcpmla.attention.output import kernels
 from dcpmla.attention.output import ops as output_ops
 from dcpmla.attention.output import rows as rows_module
 from dcpmla.attention.output.formats import OutputQuant, TargetRows
@@ -130,8 +131,6 @@ def check_kernels(device: str) -> None:
 
 
 def check_kinds(device: str, dtype: torch.dtype, num_tokens: int, heads: int, rank: int, value: int) -> None:
-    from dcpmla.attention.output import kernels
-
     for quant in KINDS:
         if value % quant.group:
             continue
@@ -198,8 +197,6 @@ def test_operators_run_the_kernels() -> None:
 
 @pytest.mark.gpu
 def test_offsets_past_2_to_the_31() -> None:
-    from dcpmla.attention.output import kernels
-
     parts, w_uv = parts_case(torch.bfloat16, 3, 128, 512, 128)
     scale, first_row = torch.ones(1, device="cuda"), 2**31 // (128 * 128)
     values = torch.zeros(first_row + 9, 128 * 128, dtype=FP8, device="cuda")
@@ -225,9 +222,6 @@ MULTIPLES = "(width|heads)$"
     ],
 )
 def test_kernels_compile_for_hopper(group: int, ue8m0: bool, tiles: tuple[int, ...], w_uv: str) -> None:
-    pytest.importorskip("triton")
-    from dcpmla.attention.output.kernels import TILINGS, project_kernel, quantize_kernel
-
     values, scales = {1: ("fp8e4nv", "fp32"), 16: ("u8", "fp8e4nv")}.get(group, ("fp8e4nv", "fp32"))
     types = {"x_ptr": "*bf16", "values_ptr": f"*{values}", "scales_ptr": f"*{scales}", "scale_ptr": "*fp32"}
     constants = {
@@ -235,14 +229,14 @@ def test_kernels_compile_for_hopper(group: int, ue8m0: bool, tiles: tuple[int, .
         "UE8M0": ue8m0,
         **({"scales_ptr": None} if group == 1 else {"scale_ptr": None} if group > 16 else {}),
     }
-    compile_source(new_source(quantize_kernel, types, {**constants, "ROWS": 8, "COLUMNS": 512}, MULTIPLES))
+    compile_source(new_source(kernels.quantize_kernel, types, {**constants, "ROWS": 8, "COLUMNS": 512}, MULTIPLES))
     sizes = {"VALUE": 128, "RANK": 512, **({} if w_uv == "fp8e4nv" else {"w_scales_ptr": None})}
-    for tiling in (TILINGS[tile] for tile in tiles):
+    for tiling in (kernels.TILINGS[tile] for tile in tiles):
         types["out_desc"] = f"tensordesc<bf16[1, {tiling.tokens}, {tiling.depth}]>"
         types["w_uv_desc"] = f"tensordesc<{w_uv}[1, 128, {tiling.depth}]>"
         types |= {"w_scales_ptr": "*fp32"} if w_uv == "fp8e4nv" else {}
         options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
-        compiled = compile_source(new_source(project_kernel, types, {**constants, **sizes}, MULTIPLES), options)
+        compiled = compile_source(new_source(kernels.project_kernel, types, {**constants, **sizes}, MULTIPLES), options)
         assert ("wgmma" in compiled.asm["ptx"]) == (tiling.tokens >= 64)
         assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
         assert compiled.metadata.shared <= 232_448

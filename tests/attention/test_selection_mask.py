@@ -15,6 +15,7 @@ from dcpmla.attention.backends.choice import PREFILL_BACKENDS
 from dcpmla.attention.backends.mask import selection_mask, unpack_mask
 from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
+from dcpmla.attention.triton import mask as kernels
 from dcpmla.comm.exchange import LocalExchange
 from tests.attention.test_reference import SCALE, L, P, R, V
 from tests.support.backends import prefill_call, up
@@ -23,8 +24,6 @@ from tests.support.kernels import on_both, run_kernels
 from tests.support.layouts import dcp_config
 from tests.support.prefill_checks import segments
 from tests.support.sharded_context import ShardedContext
-
-pytest.importorskip("triton")
 
 
 def select(seq_lens: Sequence[int], topk: int, seed: int = 0) -> Tensor:
@@ -72,8 +71,6 @@ def test_selection_mask(segment: list[tuple[int, int]], num_keys: int, topk: int
 
 def check_mask_kernel(device: str) -> None:
     """Against the specification: rows of a wider tensor, top-k that is no power of 2, -1 everywhere, many requests."""
-    from dcpmla.attention.triton.mask import selection_mask as kernel
-
     for query_lens, first, topk, num_keys in (
         ([3, 1, 9], [100, 0, 31], 40, 130),
         ([1] * 17, list(range(17)), 64, 32),
@@ -84,7 +81,9 @@ def check_mask_kernel(device: str) -> None:
         wide = torch.cat([positions, torch.arange(len(positions) * 3, dtype=torch.int32).view(-1, 3)], 1)
         start_loc, first_position = segments(query_lens, "cpu").start_loc, torch.tensor(first, dtype=torch.int32)
         expected = selection_mask(positions, start_loc, first_position, num_keys)
-        got = kernel(wide.to(device)[:, :topk], start_loc.to(device), first_position.to(device), num_keys)
+        got = kernels.selection_mask(
+            wide.to(device)[:, :topk], start_loc.to(device), first_position.to(device), num_keys
+        )
         assert torch.equal(got.cpu(), expected)
         assert expected.count_nonzero()
 
@@ -95,9 +94,7 @@ def test_the_kernel(device: str) -> None:
 
 
 def test_mask_kernel_compiles_for_hopper() -> None:
-    from dcpmla.attention.triton.mask import selection_mask_kernel
-
-    ptx_for_hopper(selection_mask_kernel, "i32", {"TOPK": 2048, "BLOCK": 2048})
+    ptx_for_hopper(kernels.selection_mask_kernel, "i32", {"TOPK": 2048, "BLOCK": 2048})
 
 
 @on_both

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from dcpmla.attention.select import projections, scores
 from dcpmla.attention.select.calls import IndexNorm, IndexQueries, IndexRotation
+from dcpmla.attention.select.kernels import index_scores as score_kernels
+from dcpmla.attention.select.kernels import projections as kernels
 from dcpmla.cache.formats import FP8
 from dcpmla.cache.index_keys import index_row_width, index_to_fp8, read_index_keys, write_index_keys
 from tests.support.hopper import ptx_for_hopper
@@ -82,15 +84,13 @@ def cases_of_scores(device: str) -> list[tuple[list[tuple[int, int, int]], int, 
 
 def check_scores(device: str) -> None:
     """Compare with the torch code, and bits whatever else is scored: tokens of its request, of others, none."""
-    from dcpmla.attention.select.kernels.index_scores import index_scores
-
     for case in cases_of_scores(device):
         arguments = scores_case(*case)
         moved = on(device, arguments)
         arguments[3].masked_fill_(arguments[3] == NOWHERE, 0)  # the torch code looks at rows that are not scored
         # It works in float64, which takes a core of the host minutes.
         got, wanted = (
-            index_scores(IndexQueries(*moved)).cpu(),
+            score_kernels.index_scores(IndexQueries(*moved)).cpu(),
             scores.index_scores.reference(IndexQueries(*on(device, arguments))).cpu(),
         )
         request, seq_lens, local_seq_lens = arguments[4:7]
@@ -102,7 +102,9 @@ def check_scores(device: str) -> None:
         atol = 2e-3 if device == "cpu" else 4e-3 * float(wanted[is_scored].square().mean().sqrt())
         torch.testing.assert_close(got[is_scored], wanted[is_scored], atol=atol, rtol=2e-3)
         moved[3], moved[4] = moved[3][request.long()], torch.arange(len(request), dtype=torch.int32, device=device)
-        alone = index_scores(IndexQueries(*moved)).cpu()  # each token a request of its own: the form of decode
+        alone = score_kernels.index_scores(
+            IndexQueries(*moved)
+        ).cpu()  # each token a request of its own: the form of decode
         # The interpreter's products are NumPy's, whose last bits depend on their shape on some processors.
         tolerance = {"atol": 1e-4, "rtol": 1e-5} if device == "cpu" else {"atol": 0.0, "rtol": 0.0}
         torch.testing.assert_close(alone[is_scored], got[is_scored], **tolerance)
@@ -110,8 +112,6 @@ def check_scores(device: str) -> None:
 
 def check_projections(device: str) -> None:
     """Codes and scales of keys and queries; with a Hadamard transform values may round to a neighbour."""
-    from dcpmla.attention.select.kernels import projections as kernels
-
     cases = [(5, 32, 8, 5, torch.float32), (2, 128, 64, 40, torch.float16)]
     if device == "cuda":
         sizes = (5, 32, 8, 5), (64, 128, 64, 1), (32, 128, 64, 100)
@@ -201,9 +201,6 @@ POINTERS = {
 @pytest.mark.parametrize(("dtype", "tokens"), [("fp8e4nv", 1), ("bf16", 2)])
 def test_scores_compile_for_hopper(dtype: str, tokens: int) -> None:
     """Products are wgmma's, with keys on their way while others are multiplied, 16 bytes a thread."""
-    pytest.importorskip("triton")
-    from dcpmla.attention.select.kernels.index_scores import scores_kernel
-
     is_fp8 = dtype == "fp8e4nv"
     sizes = {
         "NUM_HEADS": 64,
@@ -214,23 +211,20 @@ def test_scores_compile_for_hopper(dtype: str, tokens: int) -> None:
         "TOKENS": tokens,
         "HEADS": 64,
     }
-    ptx = ptx_for_hopper(scores_kernel, dtype, sizes, **POINTERS)
+    ptx = ptx_for_hopper(score_kernels.scores_kernel, dtype, sizes, **POINTERS)
     assert f"wgmma.mma_async.sync.aligned.m64n{64 * tokens}k{32 if is_fp8 else 16}" in ptx
     assert "cp.async.cg.shared.global" in ptx
     assert ("cp.async.ca.shared.global" in ptx) == is_fp8  # scales of keys
 
 
 def test_projections_compile_for_hopper() -> None:
-    pytest.importorskip("triton")
-    from dcpmla.attention.select.kernels.projections import keys_kernel, queries_kernel
-
     sizes = {"WIDTH": 128, "COLUMNS": 128, "ROPE": 64, "ROWS": 16, "INTERLEAVED": True, "HADAMARD": True}
     types = {"slots_ptr": "*i64", "cos_sin_ptr": "*fp32", "eps": "fp32", "factor": "fp32", "factors_ptr": "*fp32"}
     for kernel, more, formats in (
-        (keys_kernel, {"BLOCK_SIZE": 64}, {"cache_ptr": "*u8"}),
-        (keys_kernel, {"BLOCK_SIZE": 64, "bias_ptr": None}, {"cache_ptr": "*u8"}),
-        (queries_kernel, {"NUM_HEADS": 64}, {"out_ptr": "*fp8e4nv"}),
-        (queries_kernel, {"NUM_HEADS": 64}, {"out_ptr": "*fp8e4nv", "weights_ptr": "*fp32"}),
+        (kernels.keys_kernel, {"BLOCK_SIZE": 64}, {"cache_ptr": "*u8"}),
+        (kernels.keys_kernel, {"BLOCK_SIZE": 64, "bias_ptr": None}, {"cache_ptr": "*u8"}),
+        (kernels.queries_kernel, {"NUM_HEADS": 64}, {"out_ptr": "*fp8e4nv"}),
+        (kernels.queries_kernel, {"NUM_HEADS": 64}, {"out_ptr": "*fp8e4nv", "weights_ptr": "*fp32"}),
     ):
         ptx = ptx_for_hopper(kernel, "bf16", {**sizes, **more}, **types, **formats)
         assert "st.global.v4.b32" in ptx

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 
 from dcpmla import DCPConfig
+from dcpmla.attention.step import kernels
 from dcpmla.attention.step.metadata import StepBuilder, lay_out
 from dcpmla.attention.step.table import StepLayout, StepRequests, StepTable, StepTokens, StepTraits, TableSizes
 from dcpmla.cache.latent import LatentPlan, LayerMemory
@@ -79,7 +80,6 @@ def test_prefills_follow_decodes(case: TableCase) -> None:
 
 def check_kernel(device: str) -> None:
     """Compare all columns, and the bounds of requests, with those of the function that specifies the kernel."""
-    from dcpmla.attention.step import kernels
 
     @given(case=table_cases())
     def check(case: TableCase) -> None:
@@ -98,8 +98,6 @@ def check_kernel(device: str) -> None:
 
 def check_many_requests(device: str) -> None:
     """Check requests of any numbers of tokens, and padding between them: the ranks together write each token once."""
-    from dcpmla.attention.step import kernels
-
     num_reqs, max_blocks = 50, 30
     for query_len, dcp_size, interleave in ((1, 1, 1), (4, 2, 1), (4, 4, 4), (3, 2, 8)):
         dcp = dcp_config(dcp_size, dcp_size, interleave, block_size=8)
@@ -130,11 +128,8 @@ def test_the_kernel(device: str) -> None:
 
 @pytest.mark.parametrize("has_slots", [False, True])
 def test_the_kernel_compiles_for_hopper(has_slots: bool) -> None:
-    pytest.importorskip("triton")
-    from dcpmla.attention.step.kernels import layout_kernel
-
     constants = {"BLOCK_SIZE": 64, "DCP_SIZE": 2, "INTERLEAVE": 1, "HAS_SLOTS": has_slots, "ROWS": 128}
-    ptx_for_hopper(layout_kernel, "i32", constants, positions_ptr="*i64", slots_ptr="*i64")
+    ptx_for_hopper(kernels.layout_kernel, "i32", constants, positions_ptr="*i64", slots_ptr="*i64")
 
 
 @pytest.mark.parametrize("num_decodes", [0, 2, 4])

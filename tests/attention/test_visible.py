@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 
 from dcpmla.attention.layers.compressed import visible
 from dcpmla.attention.layers.compressed.calls import ChunkEntries, VisibleTokens
+from dcpmla.attention.layers.compressed.kernels import visible as kernels
 from dcpmla.attention.layers.compressed.visible import append_entries, ring_states, visible_in_rings, visible_rows
 from dcpmla.ownership import Owner
 from tests.support.hopper import ptx_for_hopper
@@ -57,11 +57,9 @@ def visible_cases() -> Iterator[list[Any]]:
 
 
 def check_visible(device: str) -> None:
-    from dcpmla.attention.layers.compressed.kernels.visible import visible_rows as kernel
-
     for arguments in visible_cases():
         wanted, num = visible_rows(VisibleTokens(*arguments))
-        got, got_num = kernel(VisibleTokens(*on(device, arguments)))
+        got, got_num = kernels.visible_rows(VisibleTokens(*on(device, arguments)))
         assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
         assert torch.equal(got_num.cpu(), num)
         is_listed = torch.arange(wanted.shape[1]) < num[:, None]
@@ -83,14 +81,12 @@ def append_cases() -> Iterator[list[Any]]:
 
 
 def check_append(device: str) -> None:
-    from dcpmla.attention.layers.compressed.kernels.visible import append_entries as kernel
-
     for arguments in append_cases():
         rows, num, entries, first, end, base = arguments
         there = on(device, arguments)
         results = (
             append_entries(rows, num, entries, ChunkEntries(first, end, base)),
-            kernel(*there[:3], ChunkEntries(*there[3:])),
+            kernels.append_entries(*there[:3], ChunkEntries(*there[3:])),
         )
         for token in range(len(rows)):
             here = [entry for entry in entries[token].tolist() if first[token] <= entry < end[token]]
@@ -103,8 +99,6 @@ def check_append(device: str) -> None:
 
 def check_rings(device: str) -> None:
     """Compare any number of requests, some of which are padding, with a list for each ring in torch."""
-    from dcpmla.attention.layers.compressed.kernels import visible as kernels
-
     table = torch.arange(30, 80, dtype=torch.int32).view(5, 10)
     for num_reqs, (num_rings, owner) in itertools.product(
         range(1, 6), ((1, Owner()), (2, Owner(1, 2, 2)), (4, Owner()))
@@ -136,10 +130,7 @@ def test_operators() -> None:
 
 
 def test_kernels_compile_for_hopper() -> None:
-    pytest.importorskip("triton")
-    from dcpmla.attention.layers.compressed.kernels.visible import append_kernel, visible_kernel
-
     types = dict.fromkeys(("request_ptr", "states_ptr", "table_ptr"), "*i32") | {"positions_ptr": "*i64"}
     for has_entries in (False, True):
-        ptx_for_hopper(visible_kernel, "i32", {"HAS_ENTRIES": has_entries}, **types)
-    ptx_for_hopper(append_kernel, "i32", {})
+        ptx_for_hopper(kernels.visible_kernel, "i32", {"HAS_ENTRIES": has_entries}, **types)
+    ptx_for_hopper(kernels.append_kernel, "i32", {})

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dcpmla.attention.backends.calls import PrefillCall
 from dcpmla.attention.backends.mask import selection_mask
+from dcpmla.attention.layers.windowed.kernels import select as kernels
 from dcpmla.attention.layers.windowed.select import select_window
 from dcpmla.attention.layers.windowed.step import WindowMetadata, of_window, with_windows
 from dcpmla.attention.select.slots import SlotLayout
@@ -54,12 +55,10 @@ def test_windows(window: int, seq_lens: tuple[int, ...], layout: tuple[int, int]
 
 
 def check_kernel(device: str) -> None:
-    from dcpmla.attention.layers.windowed.kernels.select import select_window as kernel
-
     for layout in LAYOUTS:
         for rank in range(layout[0]):
             _, expected = selected(select_window, 12, SEQ_LENS, rank, layout)
-            _, result = selected(kernel, 12, SEQ_LENS, rank, layout, device)
+            _, result = selected(kernels.select_window, 12, SEQ_LENS, rank, layout, device)
             assert torch.equal(result.positions.cpu(), expected.positions)
             assert torch.equal(result.num_slots.cpu(), expected.num_slots)
             for slots, expected_slots, num in zip(result.slots.cpu(), expected.slots, expected.num_slots, strict=True):
@@ -102,11 +101,8 @@ def test_hopper_s_kernel_leaves_out_keys_before_the_window() -> None:
 
 
 def test_the_kernel_compiles() -> None:
-    pytest.importorskip("triton")
-    from dcpmla.attention.layers.windowed.kernels.select import window_kernel
-
     names = ("table_ptr", "request_ptr", "lens_ptr", "positions_ptr", "slots_ptr", "num_slots_ptr")
-    ptx_for_hopper(window_kernel, "bf16", {"WINDOW": 512, "COLUMNS": 512}, **dict.fromkeys(names, "*i32"))
+    ptx_for_hopper(kernels.window_kernel, "bf16", {"WINDOW": 512, "COLUMNS": 512}, **dict.fromkeys(names, "*i32"))
 
 
 @pytest.mark.parametrize(("size", "interleave"), [(1, 1), (2, 2)])

@@ -12,13 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import CrossRefFakeMode
 
+from dcpmla.comm import direct, direct_ops, place
 from dcpmla.parallel.collectives import PeerFault
-from tests.support.shared_memory import allocate, delay_kernels, run_interpreted
-
-pytest.importorskip("triton")
-
-from dcpmla.comm import direct, direct_ops, place  # noqa: E402
-from tests.support.direct_checks import (  # noqa: E402
+from tests.support.direct_checks import (
     DTYPES,
     check_memory,
     draw,
@@ -28,6 +24,7 @@ from tests.support.direct_checks import (  # noqa: E402
     exchange_once,
     tokens_of_rows,
 )
+from tests.support.shared_memory import allocate, delay_kernels, run_interpreted
 
 
 def new_exchange(**changes: Any) -> direct.DirectExchange:

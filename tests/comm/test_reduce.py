@@ -13,17 +13,15 @@ import torch
 import torch.distributed as dist
 
 from dcpmla.__main__ import main
+from dcpmla.comm import direct_ops, direct_reduce
+from dcpmla.comm.kernels import reduce as kernels
 from dcpmla.comm.reduce import CollectiveReduce, Reduce, select_reduce
 from dcpmla.parallel.collectives import PeerFault
 from tests.comm.test_comm_kernels import compile_direct
+from tests.support.interpreter import convert_as_torch
 from tests.support.ranks import run_ranks
+from tests.support.reduce_checks import EPS, check_memory, check_quantized, check_sums, draw
 from tests.support.shared_memory import allocate, delay_kernels, run_interpreted
-
-pytest.importorskip("triton")
-
-from dcpmla.comm import direct_ops, direct_reduce  # noqa: E402
-from tests.support.interpreter import convert_as_torch  # noqa: E402
-from tests.support.reduce_checks import EPS, check_memory, check_quantized, check_sums, draw  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -188,8 +186,6 @@ def test_missing_rank() -> None:
     [("one_shot", 8, 128, False), ("two_shot", 3, 512, False), ("one_shot", 8, 128, True), ("two_shot", 4, 256, True)],
 )
 def test_kernels_compile_for_hopper(kernel: str, size: int, columns: int, is_deterministic: bool) -> None:
-    from dcpmla.comm.kernels import reduce as kernels
-
     tiles, peers = -(-7168 // columns), 8 if size > 4 else 4
     names = ("residual_ptr", "weight_ptr", "normed_ptr", "sums_ptr")
     types = {**dict.fromkeys(names, "*bf16"), "partial_ptr": "*i16", "squares_ptr": "*i64", "eps": "fp32"}

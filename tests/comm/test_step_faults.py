@@ -8,17 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dcpmla.comm import direct_ops
+from dcpmla.comm.direct import DirectExchange
 from dcpmla.comm.exchange import LocalExchange
 from dcpmla.comm.faults import StepFaults
 from dcpmla.comm.nccl import AllToAll
 from dcpmla.config import DCPConfig
 from dcpmla.parallel.collectives import PeerFault
 from tests.support.shared_memory import allocate, delay_kernels, run_interpreted
-
-pytest.importorskip("triton")
-
-from dcpmla.comm import direct_ops  # noqa: E402
-from dcpmla.comm.direct import DirectExchange  # noqa: E402
 
 CPU = torch.device("cpu")
 TIMEOUT, PATIENCE = 2.0, 150.0  # seconds

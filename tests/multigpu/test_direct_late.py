@@ -10,12 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.gpus import on_gpus
-from tests.support.ranks import run_ranks
-
-pytest.importorskip("triton")
-
-from tests.support.direct_checks import (  # noqa: E402
+from tests.support.direct_checks import (
     SHAPES,
     Shape,
     assert_same_bits,
@@ -27,6 +22,8 @@ from tests.support.direct_checks import (  # noqa: E402
     own_heads,
     tokens_of_rows,
 )
+from tests.support.gpus import on_gpus
+from tests.support.ranks import run_ranks
 
 
 def linger(own: random.Random) -> None:
