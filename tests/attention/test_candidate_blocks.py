@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.select.blocks import Candidates
-from dcpmla.attention.select.topk import local_candidates
 from dcpmla.ownership import Owner
 from tests.support.kernels import on_both
 
@@ -72,11 +71,3 @@ def test_ranks_choose_as_one(num_ranks: int, interleave: int, device: str) -> No
         assert (candidates.blocks[0] == -1).all()
         is_inside = expected.repeat_interleave(SIZE, 1)[:, owned[rank]]
         assert torch.equal(left, later_scores[:, owned[rank]].masked_fill(~is_inside, -torch.inf))
-
-
-def test_scores_outside_are_not_chosen() -> None:
-    """An excluded key comes after all others, whatever their scores."""
-    scores = torch.tensor([[-5.0, -torch.inf, -7.0, -torch.inf]])
-    lens = torch.tensor([4], dtype=torch.int32)
-    best = local_candidates(scores, lens, lens, 2, Owner())
-    assert (2**31 - 1 - (best & 0xFFFFFFFF)).tolist() == [[0, 2]]

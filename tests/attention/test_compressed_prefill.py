@@ -159,30 +159,25 @@ def test_layers_share_lists() -> None:
     run_ranks(1, count_lists)
 
 
-def check_routes(sizes: dict[str, int], device: str, dtype: torch.dtype, tolerance: float) -> None:
-    """Compare chunks, and entries in place, with one chunk."""
+def check_routes() -> None:
+    """Compare chunks, and entries in place, with one chunk, at the widths of DeepSeek-V4."""
+    sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "num_attention_heads": 64, "o_groups": 8}
     lengths = [sum(tokens) for tokens in zip(*TURNS, strict=True)]
-    hidden = [hidden_states(i, length).to(device, dtype) for i, length in enumerate(lengths)]
+    hidden = [hidden_states(i, length).cuda().bfloat16() for i, length in enumerate(lengths)]
     outputs = []
     for num_rows, in_place in ((65536, False), (64, False), (65536, True)):
         dcp = layout(1, 1, 1, block_size=64, context_workspace_tokens=num_rows)
         with torch.no_grad(), patch.object(CompressedConfig, "moves_queries", return_value=in_place):
-            layers = Layers(tiny(**sizes), dcp, lengths, device, dtype)
+            layers = Layers(tiny(**sizes), dcp, lengths, "cuda", torch.bfloat16)
             outputs.append([out for kind in layers.run(TURNS, hidden) for out in kind])
     for one_chunk, chunks, in_place_rows in zip(*outputs, strict=True):
         for rows in (chunks, in_place_rows):
-            assert (rows - one_chunk).norm() <= tolerance * one_chunk.norm()
-
-
-def test_routes_agree() -> None:
-    run_ranks(1, check_routes, MORE_HEADS, "cpu", torch.float32, 1e-5)
+            assert (rows - one_chunk).norm() <= 2e-2 * one_chunk.norm()
 
 
 @pytest.mark.gpu
 def test_routes_agree_on_a_gpu() -> None:
-    """Compare them at the widths of DeepSeek-V4."""
-    sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "num_attention_heads": 64, "o_groups": 8}
-    run_ranks(1, check_routes, sizes, "cuda", torch.bfloat16, 2e-2, device="cuda")
+    run_ranks(1, check_routes, device="cuda")
 
 
 def attend_to_nothing(call: DecodeCall) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,6 @@ import torch
 from dcpmla import DCPConfig
 from dcpmla.attention.layers.compressed.cache import plan_compressed
 from dcpmla.attention.layers.compressed.config import CompressedConfig, LayerKind
-from dcpmla.attention.layers.compressed.projections import rotate
 from dcpmla.attention.select import compressor
 from dcpmla.attention.select.entries import EntryLayout, Pooling, PoolUpdate
 from dcpmla.attention.select.kernels import compressor as kernels
@@ -138,27 +137,6 @@ def compressor_cases(
                 latents = torch.full((num_tokens, width), 5.0, dtype=pairs_dtype)
                 call = call._replace(latents=latents, slots=torch.full((num_tokens,), -1))
             yield call, each
-
-
-@pytest.mark.parametrize("ratio", [1, 2])
-def test_entries_before_rope(ratio: int) -> None:
-    """They are the cached ones, not rotated yet; a token that completes no entry of this rank has none."""
-    config = config_of(LayerKind(ratio, True), 6, 4, True)
-    dcp = DCPConfig(tensor_parallel_size=2, decode_context_parallel_size=2, block_size=4)
-    num_written = 0
-    for call, part in compressor_cases(config, dcp, 1, False):
-        compressor.compress_(call, part)
-        cache, layout, latents, slots = call.cache, call.layout, call.latents, call.slots
-        assert latents is not None
-        assert slots is not None
-        assert layout.cos_sin is not None
-        written = slots >= 0
-        num_written += int(written.sum())
-        rotated = rotate(latents, layout.cos_sin)[written]
-        torch.testing.assert_close(cache[slots[written], 0], rotated)
-        assert (latents[~written] == 5).all()
-    lens = [sum(new) // ratio for new in zip(*STEPS, strict=True)]
-    assert num_written == sum(length // 2 for length in lens)
 
 
 def check_wide_pairs(device: str) -> None:
