@@ -117,10 +117,10 @@ def test_a_mask_passes_over_kernels_that_take_none(monkeypatch: pytest.MonkeyPat
             assert next(backend.name for backend in PREFILL_BACKENDS if not backend.obstacle(call)) == name
 
 
-@pytest.mark.parametrize(("size", "interleave", "block_size"), [(1, 1, 4), (2, 1, 4), (3, 2, 4), (4, 4, 4)])
+@pytest.mark.parametrize(("size", "interleave", "block_size"), [(1, 1, 4), (2, 1, 4), (3, 2, 4), (4, 4, 4), (8, 1, 4)])
 def test_prefill_over_selected_positions(size: int, interleave: int, block_size: int) -> None:
     """Context in several chunks, of other lengths, or none; tokens that select all they have, one position, none of a
-    segment.
+    segment; then all tokens without a selection.
     """
     query_lens, context_lens, topk = [5, 3, 34], [137, 0, 2], 9
     seq_lens = [query + context for query, context in zip(query_lens, context_lens, strict=True)]
@@ -131,7 +131,8 @@ def test_prefill_over_selected_positions(size: int, interleave: int, block_size:
     positions[1, topk // 2] = 70
     positions[2] = torch.tensor([139, 137, 138] + [-1] * (topk - 3))  # new tokens alone
     context = ShardedContext(replace(dcp, context_workspace_tokens=workspace), query_lens, context_lens)
-    context.check(min_chunks=3, positions=positions)
+    for selected in (positions, None):
+        context.check(min_chunks=3, positions=selected)
 
 
 def test_positions_of_other_tokens() -> None:
