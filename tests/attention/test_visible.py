@@ -21,31 +21,6 @@ from tests.support.kernels import on, on_both, run_kernels
 SIZES = 2, 4, 8, 8  # ratio, entries of a block, window, rows of a request's window
 
 
-def test_rows_of_rings() -> None:
-    """Padding sees nothing, and the data of each ring is aligned."""
-    positions, request = torch.tensor([3, 9, 30]), torch.tensor([0, 1, 2], dtype=torch.int32)
-    states, table = torch.tensor([1, 4, -1], dtype=torch.int32), torch.arange(30, 60, dtype=torch.int32).view(3, 10)
-    owner = Owner()
-    in_rings = ring_states(states, 3, 5)
-    assert in_rings.tolist() == [[1, 4, -1], [6, 9, -1], [11, 14, -1]]
-    rows, num = visible_in_rings(VisibleTokens(positions, request, in_rings, table, *SIZES, owner))
-    assert rows.shape[:2] == num.shape == (3, 3)
-    for ring in range(3):
-        expected, num_expected = visible_rows(VisibleTokens(positions, request, in_rings[ring], table, *SIZES, owner))
-        assert torch.equal(num[ring], num_expected)
-        for token, count in enumerate(num_expected.tolist()):
-            assert torch.equal(rows[ring, token, :count], expected[token, :count])
-        assert {part[ring].data_ptr() % 16 for part in (rows, num, in_rings)} == {0}
-    assert num[:, 2].tolist() == [0, 0, 0]
-
-
-def test_a_step_without_decodes() -> None:
-    no_tokens = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32)
-    states, table = ring_states(torch.tensor([2], dtype=torch.int32), 2, 5), torch.zeros(1, 3, dtype=torch.int32)
-    rows, num = visible_in_rings(VisibleTokens(*no_tokens, states, table, *SIZES, Owner()))
-    assert rows.shape[:2] == num.shape == (2, 0)
-
-
 def visible_cases() -> Iterator[list[Any]]:
     """Arguments of `visible_rows`: decodes in windows and far past them, padding, ranks without rows."""
     positions = torch.tensor([0, 5, 7, 8, 63, 64, 1500, 40])
@@ -100,16 +75,21 @@ def check_append(device: str) -> None:
 def check_rings(device: str) -> None:
     """Compare any number of requests, some of which are padding, with a list for each ring in torch."""
     table = torch.arange(30, 80, dtype=torch.int32).view(5, 10)
-    for num_reqs, (num_rings, owner) in itertools.product(
-        range(1, 6), ((1, Owner()), (2, Owner(1, 2, 2)), (4, Owner()))
+    rings = (1, Owner()), (2, Owner(1, 2, 2)), (4, Owner())
+    for num_reqs, (num_rings, owner), listing in itertools.product(
+        range(6), rings, (visible_rows, kernels.visible_rows)
     ):
-        states = torch.tensor([3, -1, 0, 2, -1][-num_reqs:], dtype=torch.int32)
-        positions, request = torch.tensor([0, 9, 30, 17, 5][:num_reqs]), torch.arange(num_reqs, dtype=torch.int32)
+        states = torch.tensor([3, -1, 0, 2, -1], dtype=torch.int32)[5 - num_reqs :]
+        positions, request = torch.tensor([0, 9, 30, 17, 5])[:num_reqs], torch.arange(num_reqs, dtype=torch.int32)
         call = VisibleTokens(positions, request, states, table[:num_reqs], *SIZES, owner)
         there = on(device, call)
-        with patch.object(visible, "visible_rows", kernels.visible_rows):  # not the torch code
-            rows, num = visible_in_rings(there._replace(states=ring_states(there.states, num_rings, 5)))
+        in_rings = ring_states(there.states, num_rings, 5)
+        with patch.object(visible, "visible_rows", listing):
+            rows, num = visible_in_rings(there._replace(states=in_rings))
+        assert rows.shape[:2] == num.shape == (num_rings, num_reqs)
         for ring, states_of_ring in enumerate(ring_states(states, num_rings, 5)):
+            assert {part[ring].data_ptr() % 16 for part in (rows, num, in_rings) if num_reqs} <= {0}
+            assert states_of_ring.tolist() == [-1 if state < 0 else state + 5 * ring for state in states.tolist()]
             expected, num_expected = visible_rows(call._replace(states=states_of_ring))
             assert num[ring].tolist() == num_expected.tolist()
             for token, count in enumerate(num_expected.tolist()):
