@@ -46,10 +46,8 @@ def test_ranks_choose_as_one(num_ranks: int, interleave: int, device: str) -> No
         blocks = torch.full((NUM_TOKENS, NUM_BLOCKS), 10**6, dtype=torch.int32, device=device)
         candidates, local = Candidates(blocks, SIZE, True), owner.local_seq_lens(LENS)
         shard, later = (torch.full((NUM_TOKENS, width), torch.nan) for _ in range(2))
-        shard[:, : len(owned[rank])], later[:, : len(owned[rank])] = (
-            scores[:, owned[rank]],
-            later_scores[:, owned[rank]],
-        )
+        shard[:, : len(owned[rank])] = scores[:, owned[rank]]
+        later[:, : len(owned[rank])] = later_scores[:, owned[rank]]
         shard, later, lens = shard.to(device), later.to(device), (LENS.to(device), local.to(device))
         candidates.choose(shard, lens, owner, gather)
         candidates.exclude_(later, owner)

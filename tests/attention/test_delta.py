@@ -241,30 +241,28 @@ def test_layout(lens: list[tuple[int, int]], padding: tuple[int, int], takes_chu
     }
 
 
-@pytest.mark.parametrize("has_floor", [False, True])
-def test_the_kernel_compiles(has_floor: bool) -> None:
+SIZES = {"HEADS": 32, "DIM": 128, "WIDTH": 128}
+STATE = {"NUM_RECENT": 3, "NUM_COPIES": 1}
+PIECES = {"PIECES": 32, "ROWS": 16}
+RECURRENT = {"CONV": 4, "NORM_EPS": 1e-6, "LINEAR_FROM": 20.0, **STATE}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "constants"),
+    [
+        (recurrence._attend, {**RECURRENT, "HAS_FLOOR": False}),
+        (recurrence._attend, {**RECURRENT, "HAS_FLOOR": True}),
+        (read._read_tokens, {**PIECES, "CONV": 4, "NUM_RECENT": 3, "NORM_EPS": 1e-6}),
+        (read._read_memory, {"NUM_COPIES": 1}),
+        (write._write_state, STATE),
+        (write._write_outputs, PIECES),
+    ],
+)
+def test_kernels_compile(kernel: Any, constants: dict[str, Any]) -> None:
     """A head's memory stays in registers."""
-    halves = ("out", "qkv", "decay", "beta", "gate", "conv", "norm", "recent")
-    types = dict.fromkeys(halves, "*bf16") | dict.fromkeys(("log_rate", "decay_bias", "memory"), "*fp32")
-    types |= dict.fromkeys(("start", "first_position", "end", "state"), "*i32") | {"eps": "fp32", "floor": "fp32"}
-    constants = {"HAS_FLOOR": has_floor, "HEADS": 32, "DIM": 128, "WIDTH": 128, "CONV": 4, "NUM_RECENT": 3}
-    constants |= {"NUM_COPIES": 1, "NORM_EPS": 1e-6, "LINEAR_FROM": 20.0}
-    _, log = compile_for_hopper(recurrence._attend, ASTSource, types, constants, num_warps=4)
+    types = dict.fromkeys(("start", "start_loc", "token", "first_position", "end", "state"), "*i32")
+    types |= dict.fromkeys(("memory", "memory_after", "before", "beta_out", "log_rate", "decay_bias"), "*fp32")
+    types |= dict.fromkeys(("q", "k", "v", "qkv", "decay", "decay_out", "beta", "conv", "recent"), "*bf16")
+    types |= dict.fromkeys(("out", "attended", "gate", "norm"), "*bf16") | {"eps": "fp32", "floor": "fp32"}
+    _, log = compile_for_hopper(kernel, ASTSource, types, {**SIZES, **constants}, num_warps=4)
     assert "0 bytes spill stores" in log
-
-
-def test_kernels_of_pieces_compile() -> None:
-    sizes = {"HEADS": 32, "DIM": 128, "WIDTH": 128}
-    rows = {"PIECES": 32, "ROWS": 16}
-    for kernel, constants in (
-        (read._read_tokens, {**sizes, **rows, "CONV": 4, "NUM_RECENT": 3, "NORM_EPS": 1e-6}),
-        (read._read_memory, {**sizes, "NUM_COPIES": 1}),
-        (write._write_state, {**sizes, "NUM_RECENT": 3, "NUM_COPIES": 1}),
-        (write._write_outputs, {**sizes, **rows}),
-    ):
-        types = dict.fromkeys(("start_loc", "token", "first_position", "state"), "*i32") | {"eps": "fp32"}
-        types |= dict.fromkeys(("memory", "memory_after", "before", "beta_out"), "*fp32")
-        types |= dict.fromkeys(("q", "k", "v", "qkv", "decay", "decay_out", "beta", "conv", "recent"), "*bf16")
-        types |= dict.fromkeys(("out", "attended", "gate", "norm"), "*bf16")
-        _, log = compile_for_hopper(kernel, ASTSource, types, constants, num_warps=4)
-        assert "0 bytes spill stores" in log, kernel.fn.__name__

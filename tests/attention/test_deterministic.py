@@ -9,26 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla import MLAAttention, Placement, init_mesh
+from dcpmla import MLAAttention
 from dcpmla.attention.backends.calls import DecodeCall
 from dcpmla.attention.backends.reference import mla_decode
 from dcpmla.attention.mla.latent_spec import LatentSpec
-from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.families.table import attention_of
 from dcpmla.merge import merge_partials, merge_tree
-from tests.attention.test_layer import expected, oracle, run_steps
 from tests.support.dense_layer import CONFIG
 from tests.support.layouts import dcp_config
 from tests.support.models import tiny_config
 from tests.support.ordered import Batch, Sizes, alone, decode, in_float64, prefill
-from tests.support.ranks import run_ranks
 
 SIZES = Sizes()
 LENGTHS = (1, 63, 64, 65, 511, 513, 700, 2000)
 BATCH: Batch = [(seed, length, 1) for seed, length in enumerate(LENGTHS)]
 SEGMENTS: Batch = [(seed, 62 + 100 * new, new) for seed, new in enumerate((1, 5, 2, 3, 4))]
 PROMPT = 200
-LAYER_BATCH = ((150, 1), (63, 2), (300, 1), (0, 70), (130, 20))
 
 
 def check_equal(got: list[tuple[Tensor, Tensor]], reference: list[tuple[Tensor, Tensor]]) -> None:
@@ -90,26 +86,6 @@ def test_prefill_in_pieces_over_ranks_and_chunks() -> None:
         outputs = prefill(SIZES, size, batch, workspace)
         assert torch.equal(outputs[1], reference[-60:])
         assert torch.equal(outputs[3], reference[:100])
-
-
-def check_layers(hf_config: Any) -> None:
-    """Check that a layer has the same bits over ranks that share no cache and over both exchanges."""
-    outputs, attention = [], oracle(hf_config)
-    for size, backend in ((1, "a2a"), (2, "ag_rs"), (4, "a2a")):
-        dcp = dcp_config(4, size, 64, dcp_comm_backend=backend, block_size=64, deterministic=True)
-        mesh = init_mesh(4, size)
-        exchange = select_exchange(dcp, mesh.dcp_group, "cpu").exchange
-        config = attention_of(hf_config).config
-        layer = MLAAttention(config, Placement(dcp, mesh, exchange, torch.float32, "cpu"))
-        layer.load_weights(attention.state_dict())
-        with torch.no_grad():
-            outputs.append(run_steps(layer, hf_config, dcp, LAYER_BATCH, True, 0, 2, 3))
-    torch.testing.assert_close(outputs[0], expected(attention, hf_config, LAYER_BATCH, True), atol=1e-5, rtol=1e-4)
-    assert all(torch.equal(output, outputs[0]) for output in outputs)
-
-
-def test_layers_have_the_same_bits_for_all_sizes_of_the_group() -> None:
-    run_ranks(4, check_layers, tiny_config("deepseek_v3"))
 
 
 def test_kinds_without_a_fixed_order_are_refused() -> None:

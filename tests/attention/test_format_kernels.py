@@ -99,9 +99,8 @@ def check_quantized_latents(device: str) -> None:
 
 def check_fp8_queries(device: str) -> None:
     """Check codes against the kernel's query without a scale. Both are rounded to q's dtype first."""
-    dtypes = (
-        DTYPES if device == "cuda" else (torch.float32, torch.float16)
-    )  # the interpreter multiplies bfloat16's bits, as integers
+    # The interpreter multiplies bfloat16's bits, as integers.
+    dtypes = DTYPES if device == "cuda" else (torch.float32, torch.float16)
     scale = torch.tensor([0.004])
     for dtype, interleaved in itertools.product(dtypes, (True, False)):
         arguments = on(device, query_case(ODD, 19, dtype, True, interleaved))

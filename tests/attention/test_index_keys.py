@@ -36,9 +36,7 @@ def test_e4m3_with_the_smallest_power_of_two_that_cuts_nothing_off(values: list[
     wide, amax = x.double(), x.double().abs().max().clamp(min=1e-10)
     assert amax <= FP8_MAX * scales.double() < 2 * amax
     got = codes.double() * scales.double()[:, None]
-    error = torch.maximum(
-        wide.abs() / 16, scales.double()[:, None] * 2**-10
-    )  # half a step: of 3 bits, and of denormals
+    error = torch.maximum(wide.abs() / 16, scales.double()[:, None] * 2**-10)  # half a step: of 3 bits, of denormals
     assert ((got - wide).abs() <= error).all()
 
 

@@ -9,16 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dcpmla import DCPConfig, dcp_mla_prefill
 from dcpmla.attention.backends import obstacles
 from dcpmla.attention.backends.choice import PREFILL_BACKENDS
 from dcpmla.attention.backends.mask import selection_mask, unpack_mask
-from dcpmla.attention.step.metadata import StepBuilder
-from dcpmla.attention.step.table import StepRequests
 from dcpmla.attention.triton import mask as kernels
-from dcpmla.comm.exchange import LocalExchange
-from tests.attention.test_reference import SCALE, L, P, R, V
-from tests.support.backends import prefill_call, up
+from tests.support.backends import prefill_call
 from tests.support.hopper import ptx_for_hopper
 from tests.support.kernels import on_both, run_kernels
 from tests.support.layouts import dcp_config
@@ -43,9 +38,8 @@ def seq_lens_of_tokens(query_lens: Sequence[int], seq_lens: Sequence[int]) -> li
 
 
 @given(
-    segment=st.lists(
-        st.tuples(st.integers(1, 4), st.integers(0, 80)), min_size=1, max_size=4
-    ),  # tokens, first position
+    # Tokens, first position.
+    segment=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 80)), min_size=1, max_size=4),
     num_keys=st.integers(1, 100),
     topk=st.integers(1, 40),
     seed=st.integers(0, 10**6),
@@ -133,17 +127,5 @@ def test_prefill_over_selected_positions(size: int, interleave: int, block_size:
     context = ShardedContext(replace(dcp, context_workspace_tokens=workspace), query_lens, context_lens)
     for selected in (positions, None):
         context.check(min_chunks=3, positions=selected)
-
-
-def test_positions_of_other_tokens() -> None:
-    prefill = StepBuilder(DCPConfig(block_size=4), 0).build(StepRequests([3], [3], [[0]])).prefill
-    assert prefill is not None
-    rows = (
-        torch.zeros(3, 2, P + R),
-        torch.zeros(3, L),
-        torch.zeros(3, R),
-        torch.zeros(1, 4, L + R),
-        up(torch.zeros(2, P + V, L)),
-    )
-    with pytest.raises(ValueError, match="selected_positions has 4 rows; expected one for each of the 3 tokens of q"):
-        dcp_mla_prefill(*rows, prefill, SCALE, LocalExchange(), selected_positions=select([1, 2, 3, 4], 2))
+    with pytest.raises(ValueError, match="selected_positions has 43 rows; expected one for each of the 42 tokens of q"):
+        context.check(positions=torch.cat([positions, positions[:1]]))
