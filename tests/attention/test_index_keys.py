@@ -93,7 +93,7 @@ def test_scores_are_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -
     queries = indexer.wq_b(q_c).detach().unflatten(-1, (HEADS, HEAD_DIM))
     norm = indexer.k_norm.weight.detach(), indexer.k_norm.bias.detach()
     lens = torch.arange(1, num_tokens + 1, dtype=torch.int32)
-    table = torch.tensor([[4, 0, 2, 1, 3]], dtype=torch.int32)
+    table = torch.tensor([[4, 0, 2, 1, 3, -7]], dtype=torch.int32)  # the last one is none
     index = torch.arange(num_tokens)
     slots = table[0, index // BLOCK_SIZE].long() * BLOCK_SIZE + index % BLOCK_SIZE
     for hadamard, is_fp8 in ((False, False), (True, False), (False, True), (True, True)):
@@ -105,6 +105,8 @@ def test_scores_are_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -
         assert q.dtype == (FP8 if is_fp8 else torch.float32)
         request = torch.zeros(num_tokens, dtype=torch.int32)
         got = index_scores(IndexQueries(q, factors, cache, table, request, lens, lens, 0))[:, :num_tokens]
+        last = index_scores(IndexQueries(q[-1:], factors[-1:], cache, table, request[-1:], lens[-1:], lens[-1:], 0))
+        assert torch.equal(last[:, :num_tokens], got[-1:]), "scores depend on what else is scored"
         got = got.masked_fill(~causal, -torch.inf)
         error = (got - wanted)[causal].square().mean().sqrt() / wanted[causal].std()
         assert error < (0.05 if is_fp8 else 1e-6)
