@@ -190,7 +190,6 @@ def check_peak(layers: Layers, requests: list[tuple[int, int]]) -> None:
     new, lens = [new for new, _ in requests], [new + cached for new, cached in requests]
     step = layers.step(list(range(len(lens))), new, lens)
     compressed, width = step.get(CompressedMetadata), layers.config.head_dim
-    assert compressed is not None
     assert compressed.context is not None
     for layer, cache in zip(layers.layers, layers.cache, strict=True):
         selection = compressed.selection if layer.kind.has_indexer else None

@@ -64,7 +64,6 @@ def check_peaks(hf_config: Any) -> None:
     with patch.object(peak_memory, "select_backend", return_value=Backend("one", Mock(), Mock())):
         assert touched(new_layer(config), 1) == num_keys * 12 * (8 + 4) * 4
     sparse = new_layer(attention_of(tiny_config("deepseek_v32")).config)
-    assert sparse.indexer is not None
     few, many = (sparse.indexer.selector.workspace_bytes(num_tokens, 4) for num_tokens in (1, 1001))
     assert many - few == 2 * 1000 * 32 * 16 * 4  # queries of 32 heads, 16 wide, before and after what finishes them
     assert touched(sparse, 1001) == many

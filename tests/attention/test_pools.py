@@ -122,7 +122,6 @@ def test_pools_of_a_padded_step() -> None:
     indexer = IndexerConfig(num_heads=1, head_dim=4, topk=5, rope_interleaved=True, pool_size=2)
     prepared = with_pools(step, indexer)
     pools = prepared.get(PoolMetadata)
-    assert pools is not None
     for each in pools.parts:
         assert each.positions.tolist() == [18, 19, 20, 7, 8, -1, -1, -1, -1]
         assert each.request.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
@@ -130,7 +129,6 @@ def test_pools_of_a_padded_step() -> None:
     assert pools.visible.seq_lens.tolist() == [9, 10, 10, 4, 4, 4, 0, 0, 0]
     assert pools.visible.local_seq_lens.tolist() == [4, 5, 5, 2, 2, 2, 0, 0, 0]
     assert pools.visible.max_seq_len == 10
-    assert pools.selection is not None
     assert pools.selection.positions.shape == (9, indexer.num_pools)
     assert selection_of(prepared).positions.shape == (9, 5)
     captured = replace(step, defer=lambda work, arguments: None)

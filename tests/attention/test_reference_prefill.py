@@ -94,7 +94,6 @@ def test_many_context_chunks_round_once() -> None:
     def run(dtype: torch.dtype, workspace: int) -> Tensor:
         dcp = DCPConfig(block_size=16, context_workspace_tokens=workspace)
         prefill = StepBuilder(dcp, 0).build(StepRequests([tokens], [context + tokens], table)).prefill
-        assert prefill is not None
         new = latents[context:].to(dtype)
         out, _ = dcp_mla_prefill(
             q.to(dtype), new[:, :L], new[:, L:], cache.to(dtype), up(w_kv_b.to(dtype)), prefill, SCALE, LocalExchange()
@@ -147,7 +146,6 @@ def test_chunks_begin_ahead_and_none_is_kept(monkeypatch: pytest.MonkeyPatch) ->
 
     dcp = DCPConfig(block_size=4, context_workspace_tokens=16)
     step = StepBuilder(dcp, 0).build(StepRequests([3], [40], [list(range(10))])).prefill
-    assert step is not None
     latents, cache = torch.randn(3, L + R), torch.randn(10, 4, L + R)
     with torch.no_grad():
         dcp_mla_prefill(torch.randn(3, 2, P + R), latents[:, :L], latents[:, L:], cache, watched, step, SCALE, exchange)

@@ -26,7 +26,6 @@ from tests.support.layouts import dcp_config
 def test_one_rank_reads_a_chunk_in_token_order(interleave: int) -> None:
     dcp = dcp_config(1, 1, interleave, block_size=64, context_workspace_tokens=192)
     step = StepBuilder(dcp, 0).build(StepRequests([3, 9], [150, 75], [[3, 1, 2], [5, 4]]))
-    assert step.prefill is not None
     assert len(step.prefill.context_chunks) > 1
     for chunk in step.prefill.context_chunks:
         assert torch.equal(chunk.order, torch.arange(len(chunk.local_slots)))
@@ -89,7 +88,6 @@ def test_parts_of_decodes_are_whole_requests(query_lens: list[int], width: int, 
     lens, tables = [length + 5 for length in query_lens], [[index, 10 + index] for index in range(len(query_lens))]
     dcp, count = DCPConfig(block_size=32), len(query_lens)
     decode = StepBuilder(dcp, 0).build(StepRequests(query_lens, lens, tables), width, count).decode
-    assert decode is not None
     parts = list(decode.parts(max_tokens))
     assert [some.start for some, _ in parts] == [0, *(some.stop for some, _ in parts[:-1])]
     assert parts[-1][0].stop == sum(query_lens)
@@ -159,7 +157,6 @@ def test_numbers_are_derived_once() -> None:
     assert made[0] is made[1] is made[2]
     token = step.nth_token(1)
     assert token.derive(list, lambda of: [of.num_tokens]) == [1]
-    assert token.decode is not None
     assert token.num_tokens == token.num_decode_tokens == token.num_decodes == token.decode.max_query_len == 1
     columns = *token.tokens, token.decode.local_seq_lens
     assert {column.stride() for column in columns} == {(1,)}  # what kernels ask for
