@@ -20,7 +20,7 @@ from dcpmla.attention.step.table import StepRequests
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.families.table import attention_of
 from tests.support.layouts import dcp_config
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 HIDDEN, WINDOW, RATIOS, PADDING = 48, 8, (4, 16), 2
 # By request, the tokens of each step, 0 for none: a request ends at multiples of either ratio, and before and after
@@ -247,7 +247,8 @@ def compile_layer(number: int, is_dynamic: bool | None, num_steps: int) -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def compile_layers() -> None:
+@on_ranks(1, timeout=600)
+def test_prefills_of_all_lengths_share_graphs() -> None:
     """Compile a layer with an indexer, and one without for which all sizes vary.
 
     torch.compile may make one graph for the first sizes, one for others, and one for a size of 1.
@@ -256,17 +257,10 @@ def compile_layers() -> None:
     assert compile_layer(2, True, 1) <= 1
 
 
-def test_prefills_of_all_lengths_share_graphs() -> None:
-    run_ranks(1, compile_layers, timeout=600)
-
-
 @pytest.mark.parametrize(("changes", "asked"), [({}, 2), ({"_FEW_TOKENS": 7}, 1), ({"_FEW_SCORES": 13}, 1)])
+@on_ranks(1)
 def test_small_steps_run_on_two_streams(changes: dict[str, int], asked: int) -> None:
     """A prefill of 8 tokens, which see up to 2 entries, in layers of windows alone, with an indexer and without."""
-    run_ranks(1, check_streams, changes, asked)
-
-
-def check_streams(changes: dict[str, int], asked: int) -> None:
     forks = []
 
     def choose(device: torch.device, is_asked: bool) -> Any:
@@ -283,7 +277,9 @@ def check_streams(changes: dict[str, int], asked: int) -> None:
         assert sum(forks[len(forks) // 2 :]) == 2, "decodes always do"
 
 
-def check_side_stream() -> None:
+@pytest.mark.gpu
+@on_ranks(1, device="cuda")
+def test_a_side_stream_changes_nothing() -> None:
     """Compare bytes with those of kernels that run one after the other."""
     sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "num_attention_heads": 64, "o_groups": 8}
     lengths = [sum(tokens) for tokens in zip(*TOKEN_BY_TOKEN, strict=True)]
@@ -301,8 +297,3 @@ def check_side_stream() -> None:
     assert True in forks
     for mine, theirs in zip(*outputs, strict=True):
         assert torch.equal(mine, theirs)
-
-
-@pytest.mark.gpu
-def test_a_side_stream_changes_nothing() -> None:
-    run_ranks(1, check_side_stream, device="cuda")

@@ -25,6 +25,7 @@ from tests.support.decode_cases import (
     ones,
     ragged,
 )
+from tests.support.ranks import on_ranks
 from tests.support.shared_memory import run_interpreted
 
 FP8 = {**SMALL, "format": "fp8"}
@@ -54,17 +55,14 @@ INTERPRETED = [
 ]
 
 
-def check_in_the_interpreter() -> None:
+@on_ranks(1, run_interpreted)
+def test_the_portable_kernel_in_the_interpreter() -> None:
     for case in INTERPRETED:
         joined = check(as_kernel(run, checked_call), case, "cpu")
         if case.rope:
             inputs = case.inputs("cpu")
             parts = run(checked_call(**{**inputs, "q": in_parts(inputs["q"], case.kv_lora_rank)}))
             assert all(map(torch.equal, joined, parts)), case
-
-
-def test_the_portable_kernel_in_the_interpreter() -> None:
-    run_interpreted(1, check_in_the_interpreter)
 
 
 # One class of shapes a line: what broke other kernels, and what tiles and splits make special.

@@ -17,6 +17,7 @@ from dcpmla.attention.triton import decode as mla_decode
 from tests.support.backends import as_kernel, checked_call
 from tests.support.decode_cases import SMALL, Case, check
 from tests.support.examples import few
+from tests.support.ranks import on_ranks
 from tests.support.schedule_in_torch import HALF, LATENT, MOST_PARTS, ROWS, Pointer, schedule_in_torch
 from tests.support.shared_memory import run_interpreted
 
@@ -182,7 +183,8 @@ INTERPRETED = st.builds(
 )
 
 
-def check_in_the_interpreter() -> None:
+@on_ranks(1, run_interpreted)
+def test_the_portable_kernels_schedule_in_the_interpreter() -> None:
     @few
     @given(case=INTERPRETED, min_tiles=st.sampled_from([1, 2, 8]))
     @example(case=Case([(1, 320)] * 3, num_heads=3, num_programs=1, **SMALL), min_tiles=8)  # two cut requests in a part
@@ -193,7 +195,3 @@ def check_in_the_interpreter() -> None:
         check(as_kernel(mla_decode.run, checked_call), case, "cpu")
 
     check_one()
-
-
-def test_the_portable_kernels_schedule_in_the_interpreter() -> None:
-    run_interpreted(1, check_in_the_interpreter)

@@ -14,11 +14,12 @@ from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.families.table import attention_of
 from tests.attention.test_layer import layout, oracle
 from tests.support.models import tiny_config
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 
-def check_mistakes(hf_config: Any) -> None:
-    dcp, mesh = layout(1, 1), init_mesh(1, 1)
+@on_ranks(1)
+def test_mistakes_are_named() -> None:
+    hf_config, dcp, mesh = tiny_config("deepseek_v3"), layout(1, 1), init_mesh(1, 1)
     config = attention_of(hf_config).config
     placement = Placement(dcp, mesh, select_exchange(dcp, mesh.dcp_group, "cpu").exchange, torch.float32, "cpu")
     layer = MLAAttention(config, placement)
@@ -97,7 +98,3 @@ def check_mistakes(hf_config: Any) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             call()
-
-
-def test_mistakes_are_named() -> None:
-    run_ranks(1, check_mistakes, tiny_config("deepseek_v3"))

@@ -17,7 +17,7 @@ from dcpmla.attention.projections import project_values
 from tests.attention.test_compile import MIXED, SMALL, make_layer, run_layer
 from tests.attention.test_output_formats import KINDS
 from tests.attention.test_output_quant import assert_same, parts_case, unfused
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 
 def test_operators() -> None:
@@ -38,7 +38,8 @@ def test_operators() -> None:
         torch.library.opcheck(output_ops.project_rows_.op, (*call, *into), test_utils=in_place)
 
 
-def check_layer() -> None:
+@on_ranks(1)
+def test_layer() -> None:
     """Check decodes, a prefill and padding in one step, all kinds; with W_UV after the merge and before it."""
     config = dataclasses.replace(SMALL, num_heads=2, v_head_dim=128)
     layer = make_layer(config, 1, "auto", torch.float32, "cpu")
@@ -57,10 +58,6 @@ def check_layer() -> None:
     for project_before_merge, batch in itertools.product((False, True), (MIXED, MIXED[:2], MIXED[2:])):
         layer.dcp = dataclasses.replace(layer.dcp, dcp_project_before_merge=project_before_merge)
         run_layer(layer, batch, compare)
-
-
-def test_layer() -> None:
-    run_ranks(1, check_layer)
 
 
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ from dcpmla.integrations.families.table import attention_of
 from tests.attention.test_layer import hidden_states, layout, rope
 from tests.support.layer_batches import run_batch
 from tests.support.models import random_model, tiny_config
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.steps import part, selection_of
 
 TOPK = 24
@@ -148,8 +148,9 @@ def test_formats_of_the_index_cache() -> None:
         assert 0.9 < (exact * chosen).sum() / exact.sum() < 1  # rounding shows, a little
 
 
-def check_mistakes(hf_config: Any) -> None:
-    dcp, mesh = layout(1, 1), init_mesh(1, 1)
+@on_ranks(1)
+def test_mistakes_are_named() -> None:
+    hf_config, dcp, mesh = tiny_config("deepseek_v32"), layout(1, 1), init_mesh(1, 1)
     weights: Weights = dict(random_model(hf_config).model.layers[0].self_attn.state_dict())
     layer, reusing = (new_layer(hf_config, dcp, mesh, weights, skip) for skip in (False, True))
     dense = StepBuilder(dcp, 0).build(StepRequests([30], [30], [list(range(8))])).with_cos_sin(torch.zeros(30, 8))
@@ -192,7 +193,3 @@ def check_mistakes(hf_config: Any) -> None:
         ValueError, match=r"index_hadamard \(--index-hadamard\) takes a power of two; the indexer's head_dim is 24"
     ):
         MLAAttention(odd, dataclasses.replace(placement, dcp=dataclasses.replace(dcp, index_hadamard=True)))
-
-
-def test_mistakes_are_named() -> None:
-    run_ranks(1, check_mistakes, tiny_config("deepseek_v32"))

@@ -19,7 +19,7 @@ from dcpmla.comm.kernels.window import place_kernel
 from tests.comm.test_exchange import expected_merge, partials
 from tests.support.hopper import compile_source, new_source, ptx_for_hopper
 from tests.support.kernels import cut, on_both, run_kernels
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 
 def draw(num_parts: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
@@ -112,7 +112,8 @@ def test_window_compiles_for_hopper(carrier: str, size: int) -> None:
         assert ptx.count("atom.global.sys.release") == ptx.count("atom.global.sys.acquire") == 2
 
 
-def check_strides() -> None:
+@on_ranks(1)
+def test_rows_in_transit_are_aligned() -> None:
     """Check that rows are loaded 16 bytes at a time where all strides are multiples of 16 elements."""
     merge, strides = nccl.merge_rows, []
     nccl.merge_rows = lambda out, lse: (strides.extend(out.stride()[:3]), merge(out, lse))[1]  # type: ignore[assignment]
@@ -121,7 +122,3 @@ def check_strides() -> None:
         assert torch.equal(nccl.AllToAll(dist.group.WORLD).combine(out, torch.zeros(2, 3))[0], out)
     assert len(strides) == 12
     assert all(stride % 16 == 0 for stride in strides)
-
-
-def test_rows_in_transit_are_aligned() -> None:
-    run_ranks(1, check_strides)

@@ -17,7 +17,7 @@ from dcpmla.comm.nccl import AllGatherReduceScatter, AllToAll
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from tests.support.direct_checks import tokens_of_rows
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 T, H, D = 5, 3, 40  # tokens, heads a rank, row width
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -126,7 +126,8 @@ def test_ranks(num_ranks: int) -> None:
     run_ranks(num_ranks, check_all)
 
 
-def check_one_rank() -> None:
+@on_ranks(1)
+def test_one_rank_is_the_identity() -> None:
     selection = select_exchange(DCPConfig(dcp_comm_backend="a2a"), dist.group.WORLD, "cpu")
     out, lse = torch.randn(T, H, D), torch.randn(T, H)
     assert selection.exchange.name == "none"
@@ -138,10 +139,6 @@ def check_one_rank() -> None:
     assert torch.equal(selection.exchange.start_context(out[:, 0], order, order)(), out[:, 0])
     with pytest.raises(ValueError, match="out has dtype torch.float64; a2a carries rows of float32 or narrower"):
         AllToAll(dist.group.WORLD).combine(out.double(), lse)
-
-
-def test_one_rank_is_the_identity() -> None:
-    run_ranks(1, check_one_rank)
 
 
 def check_selection() -> list[tuple[str, str]]:

@@ -19,7 +19,7 @@ from dcpmla.comm.reduce import CollectiveReduce, Reduce, select_reduce
 from dcpmla.parallel.collectives import PeerFault
 from tests.comm.test_comm_kernels import compile_direct
 from tests.support.interpreter import convert_as_torch
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.reduce_checks import EPS, check_memory, check_quantized, check_sums, draw
 from tests.support.shared_memory import allocate, delay_kernels, run_interpreted
 
@@ -116,7 +116,8 @@ def check_order(reduce: Reduce, widths: tuple[int, ...]) -> None:
             assert torch.equal(out, normed[rows])
 
 
-def check_direct_order() -> None:
+@on_ranks(3, run_interpreted)
+def test_direct_in_rank_order() -> None:
     """Check one trip and two, whose items have 64 columns in one row and 256 in four."""
     delay_kernels(random.Random(dist.get_rank()))
     convert_as_torch()
@@ -127,16 +128,13 @@ def check_direct_order() -> None:
         check_order(reduce, (96,))
 
 
-def test_direct_in_rank_order() -> None:
-    run_interpreted(3, check_direct_order)
-
-
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.thorough), 3])
 def test_direct(num_ranks: int) -> None:
     run_interpreted(num_ranks, check_direct)
 
 
-def check_missing_rank() -> None:
+@on_ranks(7, run_interpreted)
+def test_missing_rank() -> None:
     """Leave the first of seven ranks out of three groups: the others of each wait for it once, and report it."""
     rank, missing = dist.get_rank(), 0
     delay_kernels(random.Random(rank))
@@ -163,10 +161,6 @@ def check_missing_rank() -> None:
                 with pytest.raises(PeerFault, match=re.escape(words)):
                     again()
         reduce.fault.zero_()  # kernels then run as they do in graphs
-
-
-def test_missing_rank() -> None:
-    run_interpreted(7, check_missing_rank)
 
 
 @pytest.mark.parametrize(
