@@ -122,13 +122,6 @@ def test_decode_names_what_is_wrong(changes: dict[str, Any], message: str) -> No
         decode(**{**decode_arguments(), **changes})
 
 
-def test_what_decode_takes() -> None:
-    """Parts of queries are taken as a tuple without being joined."""
-    for changes in ({}, {"q": (LATENT, ROPE)}, FP8):
-        out, _ = decode(**{**decode_arguments(), **changes})
-        assert (out.shape, out.dtype) == ((2, 3, L), torch.float32)
-
-
 def test_a_device_without_a_backend() -> None:
     q = torch.empty(1, 2, L + R, device="meta")
     for table, call in (
