@@ -72,13 +72,8 @@ def send_rows(out: Tensor, lse: Tensor, landings: PeerMemory, state: Tensor, lan
     for owner, memory in enumerate(landings.owner):
         rows, lses = (mine.chunk(size, 1)[owner].flatten(0, 1) for mine in (out, lse))
         is_sent = lses != -torch.inf
-        targets = (
-            memory[landing * landing_bytes :]
-            .view(out.dtype)[rank * num_rows * width :][: num_rows * width]
-            .view(num_rows, width)
-        )
+        landed = memory[landing * landing_bytes :].view(out.dtype)
+        targets = landed[rank * num_rows * width :][: num_rows * width].view(num_rows, width)
         targets[is_sent] = rows.where(~rows.isnan(), torch.nan)[is_sent]  # no kernel computes the NaN of all ones
-        words = memory[2 * landing_bytes + landing * (landing_bytes // 8) :].view(torch.int64)[rank * num_rows :][
-            :num_rows
-        ]
-        words.copy_((lses.view(torch.int32).long() & 0xFFFFFFFF) | (number.long() << 32))
+        words = memory[2 * landing_bytes + landing * (landing_bytes // 8) :].view(torch.int64)
+        words[rank * num_rows :][:num_rows].copy_((lses.view(torch.int32).long() & 0xFFFFFFFF) | (number.long() << 32))
