@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.shared_memory import interpret
+from tests.support.shared_memory import run_interpreted
 
 # For tests that take a `device`: a CPU, and a GPU where there is one.
 on_both = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -19,10 +19,14 @@ def run_kernels(device: str, *checks: Callable[[str], None]) -> None:
     if device == "cuda":
         _run_checks(device, *checks)
     else:
-        interpret(_run_checks, device, *checks)
+        run_interpreted(1, _run_checks, device, *checks)
 
 
 def _run_checks(device: str, *checks: Callable[[str], None]) -> None:
+    if device == "cpu":
+        from tests.support.interpreter import convert_as_torch
+
+        convert_as_torch()
     for check in checks:
         check(device)
 
