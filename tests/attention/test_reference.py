@@ -142,12 +142,12 @@ def test_decode(
     if is_uniform:
         numbers, tiles, compute = (seq_lens, SCALE, L), [], reference._decode_tile
         watched = lambda *call: (tiles.append(call), compute(*call))[1]  # noqa: E731
+        tokens_of_tile = max(1, max_gathered // (rows[1].shape[1] * block_size * (L + R)))
         with patch.multiple(reference, _decode_tile=watched, _MAX_GATHERED=max_gathered):
             got = decode(q, *rows, *numbers, max_query_len=query_lens[0])
+            assert len(tiles) == -(-len(q) // tokens_of_tile)
+            parts = decode(in_parts(q, L), *rows, *numbers, max_query_len=query_lens[0])
         check_close(got, wanted, dtype, **tolerance)
-        tokens_of_tile = max(1, max_gathered // (rows[1].shape[1] * block_size * (L + R)))
-        assert len(tiles) == -(-len(q) // tokens_of_tile)
-        parts = decode(in_parts(q, L), *rows, *numbers, max_query_len=query_lens[0])
         torch.testing.assert_close(parts, got, atol=0, rtol=0)
     start_loc = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
     padded_q = torch.cat([q, q[:1].expand(padding, -1, -1)])
