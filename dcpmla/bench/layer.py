@@ -77,7 +77,8 @@ class Layer(Benchmark[LayerCase, Stack]):
     """Every load under all layouts, plain TP first; each kind of layers in stacks of its own.
 
     Attributes:
-        makers: Makers of stacks, by the labels of their layers; with_indexer: Labels of those with an index cache.
+        makers: Makers of stacks, by the labels of their layers.
+        with_indexer: Labels of the layers that have an index cache.
         plain: Rows of plain TP, by load, kind and dtypes of caches and queries.
     """
 

@@ -49,8 +49,10 @@ def _label(name: str, value: Any) -> str:
 
 
 def results_of(row: Row, known: Collection[str] = ()) -> Iterator[str]:
-    """Yield the results of a row in words, such as "median_us 12.1": numbers that are not whole, and what is true, but
-    for known fields.
+    """Yield the results of a row in words, such as "median_us 12.1": its floats, and the names of fields that are True.
+
+    Args:
+        known: Fields to leave out, because the case's name has them.
     """
     for field, value in row.items():
         if field not in known and (value is True or isinstance(value, float)):

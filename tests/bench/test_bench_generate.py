@@ -21,13 +21,6 @@ pytestmark = pytest.mark.usefixtures("one_process_on_cpu")
 TINY = "generate --batch 1,3 --input-len 9 --output-len 6 --block-size 8"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    save_tiny("deepseek_v3", directory)
-    return directory
-
-
 def test_without_graphs(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = measure(tmp_path, f"{TINY} --model {model} --batch 3,1,3")
     assert [(row["mode"], row["batch"]) for row in rows] == [("eager", 3), ("eager", 1)]

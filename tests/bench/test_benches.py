@@ -18,7 +18,6 @@ from dcpmla.bench.results import unknown_fields
 from dcpmla.bench.runner import Benchmark
 from dcpmla.cli.bench import BENCHMARKS
 from tests.support.benches import measure, measure_on_gpus, refuse
-from tests.support.models import save_tiny
 
 pytestmark = pytest.mark.usefixtures("one_process_on_cpu")
 SPARSE = "sparse --topk 16 --index-heads 2 --context 70"
@@ -305,13 +304,6 @@ def test_mistakes_are_one_line(command: str, message: str, capfd: pytest.Capture
 
 
 GENERATE = "generate --batch 1,3 --input-len 9 --output-len 6 --block-size 8 --model"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    save_tiny("deepseek_v3", directory)
-    return directory
 
 
 @pytest.mark.thorough
