@@ -191,7 +191,7 @@ class _Stack:
             fill(stack[index], *rows)
 
     def finish(self) -> AnyWeight:
-        return self._tensors[0] if self._kind is Tensor else self._kind(*self._tensors)
+        return self._tensors[0] if issubclass(self._kind, Tensor) else self._kind(*self._tensors)
 
 
 def _components(parts: Sequence[AnyWeight]) -> Iterator[tuple[Tensor, ...]]:

@@ -1,17 +1,24 @@
 """The warm-up: requests of every kind, served before the first real one, so that no request waits for compilation."""
 
 import random
+from array import array
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from tqdm import tqdm
 
+from dcpmla.runtime.batch import Batch
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph_sizes import warm_up_sizes
+from dcpmla.runtime.request import Request
+from dcpmla.runtime.runner import StepRunner
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.speculation import Speculation
 
-# Few tokens, for absorbed attention, and not a multiple of a width that it cuts requests to, so that pieces differ.
-_TURN_TOKENS, _DOCUMENT_TOKENS = 33, 4096
-_FEW_TOKENS = 3  # Queries of few tokens come to the document's entries (DeepSeek-V4).
+Piece = tuple[int, int]  # cached and new tokens of a request
+
+# New tokens of pieces after a context: few, some that absorbed attention cuts into pieces of several lengths, more.
+_PIECES = (3, 33, 64, 257, 1024)
 _PREFILL, _GREEDY = (SamplingParams(max_new_tokens=num, ignore_eos=True) for num in (1, 8))
 _DRAWN = SamplingParams(
     max_new_tokens=8,
@@ -30,8 +37,9 @@ _DRAWN = SamplingParams(
 
 
 def warm_up(engine: Engine) -> None:
-    """Serve prompts of all sizes alone, then more at once than a step takes, then prompts with all sampling parameters,
-    then turns after one document, in all numbers. Collective over the TP group.
+    """Serve prompts of all sizes alone, then more at once than a step takes, then prompts with all sampling parameters;
+    then compute steps of decodes and of pieces of prompts, in all numbers and after contexts of all lengths, which no
+    request had. Collective over the TP group.
 
     Its blocks have arbitrary tokens, so real requests need another engine over the same cache. The first rank shows a
     progress bar if it has a terminal.
@@ -41,12 +49,19 @@ def warm_up(engine: Engine) -> None:
     if longest < 1:
         return
     engine.speculation = Speculation(engine.speculation.drafter, drafts_always=True)
-    disable = None if engine.mesh.tp_rank == 0 else True
-    for prompts, params in tqdm(_rounds(engine, longest), desc="warming up", unit="round", disable=disable):
+    track = partial(tqdm, desc="warming up", disable=None if engine.mesh.tp_rank == 0 else True)
+    for prompts, params in track(_rounds(engine, longest), unit="round"):
         for prompt in prompts:
             engine.add(prompt, params)
         for _ in engine.run():
             pass
+    runner = StepRunner(
+        engine.model, engine.cache, engine.dcp, engine.mesh.dcp_rank, engine.scheduler.costs, engine.grammars
+    )
+    for pieces in track([*_steps(engine, room)], unit="step"):
+        batch = made_batch(engine, pieces)
+        batch.arrange(engine.scheduler.costs, engine.scheduler.max_absorbed_tokens)
+        runner.start(batch, None, None, runner.graph_of(batch, engine.graph, engine.mixed_graph), 0.0)
 
 
 def _rounds(engine: Engine, longest: int) -> list[tuple[list[list[int]], SamplingParams]]:
@@ -59,11 +74,37 @@ def _rounds(engine: Engine, longest: int) -> list[tuple[list[list[int]], Samplin
     rounds = [([rng.choices(vocabulary, k=size)], _PREFILL) for size in warm_up_sizes(min(longest, budget))]
     size = min(longest, budget + budget // 2)
     prompts = [rng.choices(vocabulary, k=size) for _ in range(budget // size + 2)]
-    rounds += [(prompts, _GREEDY), ([prompt[:64] for prompt in prompts], _DRAWN)]
-    if engine.scheduler.reuse.is_enabled:
-        turns = [min(length, longest // 2) for length in (_TURN_TOKENS, _FEW_TOKENS)]
-        document = rng.choices(vocabulary, k=min(_DOCUMENT_TOKENS, longest - turns[0]))
-        for turn in turns:
-            for count in warm_up_sizes(min(engine.scheduler.max_num_seqs, max(1, budget // turn))) if turn else ():
-                rounds.append(([document + rng.choices(vocabulary, k=turn) for _ in range(count)], _PREFILL))
-    return rounds
+    return [*rounds, (prompts, _GREEDY), ([prompt[:64] for prompt in prompts], _DRAWN)]
+
+
+def _steps(engine: Engine, room: int) -> Iterator[list[Piece]]:
+    """Yield the requests of each step.
+
+    Args:
+        room: Tokens of the longest request.
+    """
+    budget, most = engine.scheduler.max_num_batched_tokens, engine.scheduler.max_num_seqs
+    num_cached = engine.allocator.num_blocks * engine.allocator.block_tokens
+    for seq_len in warm_up_sizes(room):
+        for count in warm_up_sizes(min(most, budget, num_cached // seq_len)):
+            yield [(seq_len - 1, 1)] * count
+        for length in (length for length in _PIECES if length < min(seq_len, budget + 1)):
+            yield [(seq_len - length, length)]
+            yield [(seq_len - length, length), (0, 1)]
+
+
+def made_batch(engine: Engine, pieces: Sequence[Piece]) -> Batch:
+    """Return a step of requests that nobody has asked for: their tokens are arbitrary, and their blocks may be shared.
+
+    Args:
+        pieces: Numbers of cached and of new tokens of each request, decodes first.
+    """
+    batch, sizes = Batch(sum(num_new for _, num_new in pieces)), engine.cache.sizes
+    for index, (num_cached, num_new) in enumerate(pieces):
+        has_forms = engine.has_forms and num_new > 1
+        request = Request([0] * (num_cached + num_new), SamplingParams(ignore_eos=True), has_forms=has_forms)
+        blocks = -(-(num_cached + num_new) // sizes.block_tokens)
+        request.block_ids = array("q", ((index * blocks + block) % sizes.num_blocks for block in range(blocks)))
+        request.num_computed_tokens, request.state = num_cached, index if sizes.num_states else None
+        batch.add(request, num_new)
+    return batch
