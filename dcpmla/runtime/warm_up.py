@@ -19,6 +19,7 @@ Piece = tuple[int, int]  # cached and new tokens of a request
 
 # New tokens of pieces after a context: few, some that absorbed attention cuts into pieces of several lengths, more.
 _PIECES = (3, 33, 64, 257, 1024)
+_DOCUMENT_TOKENS = 4096
 _PREFILL, _GREEDY = (SamplingParams(max_new_tokens=num, ignore_eos=True) for num in (1, 8))
 _DRAWN = SamplingParams(
     max_new_tokens=8,
@@ -86,11 +87,17 @@ def _steps(engine: Engine, room: int) -> Iterator[list[Piece]]:
     budget, most = engine.scheduler.max_num_batched_tokens, engine.scheduler.max_num_seqs
     num_cached = engine.allocator.num_blocks * engine.allocator.block_tokens
     for seq_len in warm_up_sizes(room):
+        decode = seq_len - 1, 1
         for count in warm_up_sizes(min(most, budget, num_cached // seq_len)):
-            yield [(seq_len - 1, 1)] * count
-        for length in (length for length in _PIECES if length < min(seq_len, budget + 1)):
-            yield [(seq_len - length, length)]
-            yield [(seq_len - length, length), (0, 1)]
+            yield [decode] * count
+        for length in (length for length in _PIECES if length < min(seq_len, budget)):
+            piece = seq_len - length, length
+            yield [piece]
+            if most > 2:
+                yield [decode, piece, (0, min(budget - length - 1, room))]
+    for length in (length for length in _PIECES if length < min(_DOCUMENT_TOKENS, room)):
+        for count in warm_up_sizes(min(most, budget // length)):
+            yield [(min(_DOCUMENT_TOKENS, room) - length, length)] * count
 
 
 def made_batch(engine: Engine, pieces: Sequence[Piece]) -> Batch:

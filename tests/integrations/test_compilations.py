@@ -79,22 +79,43 @@ def serve_random_loads(engine: Engine, num_rounds: int) -> None:
         pass
 
 
+_FP8 = {"kv_cache_dtype": "fp8", "kv_cache_scale": 0.04}
+# Model, TP, DCP, fields of DCPConfig, options of the engine.
 CASES: dict[str, tuple[str, int, int, dict[str, Any], dict[str, Any]]] = {
     "V3": ("deepseek-v3", 4, 4, {}, {}),
     "V3, eager": ("deepseek-v3", 4, 4, {}, _EAGER),
-    "V3, plain TP, fp8": ("deepseek-v3", 2, 1, {"kv_cache_dtype": "fp8", "kv_cache_scale": 0.04}, {}),
+    "V3, plain TP, fp8": ("deepseek-v3", 2, 1, _FP8, {}),
     "V2-Lite": ("v2-lite", 1, 1, {}, {}),
     "V4-Flash": ("deepseek-v4-flash", 2, 2, {}, {}),
     "V3.2": ("deepseek_v32", 2, 2, {}, {}),
     "V3.2, eager": ("deepseek_v32", 2, 2, {}, _EAGER),
     "GLM-5-Next": ("glm5_next_text", 2, 2, {}, {}),
 }
+MORE: dict[str, tuple[str, int, int, dict[str, Any], dict[str, Any]]] = {
+    "V3, fp8, eager": ("deepseek-v3", 4, 4, {**_FP8, "decode_query_dtype": "fp8"}, _EAGER),
+    "V3, a2a": ("deepseek-v3", 4, 2, {"dcp_comm_backend": "a2a"}, {}),
+    "V3, ag_rs, eager": ("deepseek-v3", 4, 4, {"dcp_comm_backend": "ag_rs"}, _EAGER),
+    "V3, fp8 rows, eager": ("deepseek-v3", 4, 4, {"dcp_exchange_dtype": "fp8"}, _EAGER),
+    "V3, replicated queries, eager": ("deepseek-v3", 4, 4, {"dcp_q_replicate": True}, _EAGER),
+    "V3, values first, eager": ("deepseek-v3", 4, 4, {"dcp_project_before_merge": True}, _EAGER),
+    "V3, deterministic": ("deepseek-v3", 4, 4, {"deterministic": True}, {}),
+    "V3, experts over ranks": ("deepseek-v3", 4, 4, {}, {"enable_expert_parallel": True}),
+    "V3, n-grams": ("deepseek-v3", 4, 4, {}, {"speculative_method": "ngram"}),
+    "V3, MTP, eager": ("deepseek-v3", 4, 4, {}, {"speculative_method": "mtp", **_EAGER}),
+    "V3, MTP": ("deepseek-v3", 4, 4, {}, {"speculative_method": "mtp"}),
+    "Kimi-K2": ("kimi-k2", 8, 8, {}, {}),
+    "V4-Flash, eager": ("deepseek-v4-flash", 2, 2, {}, _EAGER),
+    "V4-Pro, fp8": ("deepseek-v4-pro", 4, 4, {"kv_cache_dtype": "fp8_ds_mla", "index_cache_dtype": "fp8"}, {}),
+    "V3.2, fp8": ("deepseek_v32", 2, 2, {"kv_cache_dtype": "fp8_ds_mla", "index_cache_dtype": "fp8"}, {}),
+    "GLM-5-Next, eager": ("glm5_next_text", 2, 2, {}, _EAGER),
+    **{name: (name, 2, 2, {}, {}) for name in ("glm_moe_dsa", "mistral4", "hy_v4", "axk2")},
+}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs that are not on paper")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.thorough) for name in MORE)])
 def test_nothing_compiles_after_the_warm_up(name: str, tmp_path: Path) -> None:
-    model, tp, dcp, layout, options = CASES[name]
+    model, tp, dcp, layout, options = (CASES | MORE)[name]
     save_config(model, tmp_path)
     config = DCPConfig(tensor_parallel_size=tp, decode_context_parallel_size=dcp, **layout)
     limits: dict[str, Any] = {"dtype": "bfloat16", "max_num_batched_tokens": 2048, "max_num_seqs": 32}
