@@ -27,9 +27,7 @@ _FEW_PROGRAMS = 256  # A Hopper GPU runs as many at the same time.
 _LAST_POSITION = tl.constexpr(packing.LAST_POSITION)  # all ones: xor with it flips a position's bits
 
 
-@triton.jit(
-    do_not_specialize=["num_columns"], do_not_specialize_on_alignment=["seq_lens_ptr", "local_seq_lens_ptr"]
-)
+@triton.jit(do_not_specialize=["num_columns"], do_not_specialize_on_alignment=["seq_lens_ptr", "local_seq_lens_ptr"])
 def local_kernel(
     scores_ptr,
     seq_lens_ptr,
