@@ -86,18 +86,15 @@ def _steps(engine: Engine, room: int) -> Iterator[list[Piece]]:
     """
     budget, most = engine.scheduler.max_num_batched_tokens, engine.scheduler.max_num_seqs
     num_cached = engine.allocator.num_blocks * engine.allocator.block_tokens
-    for seq_len in warm_up_sizes(room):
-        decode = seq_len - 1, 1
-        for count in warm_up_sizes(min(most, budget, num_cached // seq_len)):
-            yield [decode] * count
-        for length in (length for length in _PIECES if length < min(seq_len, budget)):
-            piece = seq_len - length, length
-            yield [piece]
-            if most > 2:
-                yield [decode, piece, (0, min(budget - length - 1, room))]
-    for length in (length for length in _PIECES if length < min(_DOCUMENT_TOKENS, room)):
-        for count in warm_up_sizes(min(most, budget // length)):
-            yield [(min(_DOCUMENT_TOKENS, room) - length, length)] * count
+    for seq_len in sorted({room, *(1 << exponent for exponent in range(room.bit_length()))}):
+        decode, lengths = (seq_len - 1, 1), [length for length in _PIECES if length < min(seq_len, budget)]
+        yield from ([decode] * count for count in sorted({1, min(most, budget, num_cached // seq_len)}))
+        yield from ([(seq_len - length, length)] for length in lengths)
+        for length in lengths[-3:-1] if most > 2 else ():
+            yield [decode, (seq_len - length, length), (0, min(budget - length - 1, room))]
+    seq_len = min(_DOCUMENT_TOKENS, room)
+    for length in (1, *(length for length in _PIECES if length < seq_len)):
+        yield from ([(seq_len - length, length)] * count for count in warm_up_sizes(min(most, budget // length)))
 
 
 def made_batch(engine: Engine, pieces: Sequence[Piece]) -> Batch:
