@@ -18,9 +18,11 @@ from dcpmla.runtime.speculation import Speculation
 Piece = tuple[int, int]  # cached and new tokens of a request
 
 # New tokens of pieces after a context: few, some that absorbed attention cuts into pieces of several lengths, more.
-_PIECES = (3, 33, 64, 257, 1024)
+_PIECES = (3, 17, 33, 64, 129, 257, 1025, 1537)
+# Lengths and numbers of pieces beside a decode and a prompt that fills the step.
+_MIXED = ((2, 1), (64, 1), (33, 8), (257, 1))
 _DOCUMENT_TOKENS = 4096
-_PREFILL, _GREEDY = (SamplingParams(max_new_tokens=num, ignore_eos=True) for num in (1, 8))
+_PREFILL, _DRAFTED, _GREEDY = (SamplingParams(max_new_tokens=num, ignore_eos=True) for num in (1, 3, 8))
 _DRAWN = SamplingParams(
     max_new_tokens=8,
     ignore_eos=True,
@@ -75,7 +77,11 @@ def _rounds(engine: Engine, longest: int) -> list[tuple[list[list[int]], Samplin
     rounds = [([rng.choices(vocabulary, k=size)], _PREFILL) for size in warm_up_sizes(min(longest, budget))]
     size = min(longest, budget + budget // 2)
     prompts = [rng.choices(vocabulary, k=size) for _ in range(budget // size + 2)]
-    return [*rounds, (prompts, _GREEDY), ([prompt[:64] for prompt in prompts], _DRAWN)]
+    rounds += [(prompts, _GREEDY), ([prompt[:64] for prompt in prompts], _DRAWN)]
+    if engine.speculation.drafter.num_speculative_tokens:
+        counts = warm_up_sizes(min(engine.scheduler.max_num_seqs, budget, engine.allocator.num_blocks // 2))
+        rounds += [([prompts[0][:1]] * count, _DRAFTED) for count in counts]
+    return rounds
 
 
 def _steps(engine: Engine, room: int) -> Iterator[list[Piece]]:
@@ -90,8 +96,9 @@ def _steps(engine: Engine, room: int) -> Iterator[list[Piece]]:
         decode, lengths = (seq_len - 1, 1), [length for length in _PIECES if length < min(seq_len, budget)]
         yield from ([decode] * count for count in sorted({1, min(most, budget, num_cached // seq_len)}))
         yield from ([(seq_len - length, length)] for length in lengths)
-        for length in lengths[-3:-1] if most > 2 else ():
-            yield [decode, (seq_len - length, length), (0, min(budget - length - 1, room))]
+        for length, count in _MIXED:
+            if length < seq_len and (rest := min(budget - length * count - 1, room)) > 0 and count + 2 <= most:
+                yield [decode, *[(seq_len - length, length)] * count, (0, rest)]
     seq_len = min(_DOCUMENT_TOKENS, room)
     for length in (1, *(length for length in _PIECES if length < seq_len)):
         yield from ([(seq_len - length, length)] * count for count in warm_up_sizes(min(most, budget // length)))

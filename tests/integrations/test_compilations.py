@@ -98,7 +98,7 @@ MORE: dict[str, tuple[str, int, int, dict[str, Any], dict[str, Any]]] = {
     "V3, fp8 rows, eager": ("deepseek-v3", 4, 4, {"dcp_exchange_dtype": "fp8"}, _EAGER),
     "V3, replicated queries, eager": ("deepseek-v3", 4, 4, {"dcp_q_replicate": True}, _EAGER),
     "V3, values first, eager": ("deepseek-v3", 4, 4, {"dcp_project_before_merge": True}, _EAGER),
-    "V3, deterministic": ("deepseek-v3", 4, 4, {"deterministic": True}, {}),
+    "V3, deterministic": ("deepseek-v3", 4, 4, {"deterministic": True, "cp_kv_cache_interleave_size": 64}, {}),
     "V3, experts over ranks": ("deepseek-v3", 4, 4, {}, {"enable_expert_parallel": True}),
     "V3, n-grams": ("deepseek-v3", 4, 4, {}, {"speculative_method": "ngram"}),
     "V3, MTP, eager": ("deepseek-v3", 4, 4, {}, {"speculative_method": "mtp", **_EAGER}),
