@@ -4,7 +4,9 @@ import random
 from array import array
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
+import torch
 from tqdm import tqdm
 
 from dcpmla.runtime.batch import Batch
@@ -15,7 +17,14 @@ from dcpmla.runtime.runner import StepRunner
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.speculation import Speculation
 
-Piece = tuple[int, int]  # cached and new tokens of a request
+
+class Made(NamedTuple):
+    """A request of a step that nobody has asked for: its cached and its new tokens, drafts among the new ones."""
+
+    num_cached: int
+    num_new: int
+    num_drafts: int = 0
+
 
 # New tokens of pieces after a context: few, some that absorbed attention cuts into pieces of several lengths, more.
 _PIECES = (3, 17, 33, 64, 129, 257, 1025, 1537)
@@ -56,6 +65,11 @@ def warm_up(engine: Engine) -> None:
     for prompts, params in track(_rounds(engine, longest), unit="round"):
         for prompt in prompts:
             engine.add(prompt, params)
+        if params is _DRAFTED:  # a prompt beside requests that try different numbers of drafts
+            if len(prompts) > 1:
+                engine.add(prompts[0], _GREEDY)
+            engine.step()
+            engine.add([0] * min(longest, engine.scheduler.max_num_batched_tokens), _PREFILL)
         for _ in engine.run():
             pass
     runner = StepRunner(
@@ -64,7 +78,9 @@ def warm_up(engine: Engine) -> None:
     for pieces in track([*_steps(engine, room)], unit="step"):
         batch = made_batch(engine, pieces)
         batch.arrange(engine.scheduler.costs, engine.scheduler.max_absorbed_tokens)
-        runner.start(batch, None, None, runner.graph_of(batch, engine.graph, engine.mixed_graph), 0.0)
+        drafts = torch.zeros(batch.num_drafts, dtype=torch.int64, device=engine.model.device)
+        graph = runner.graph_of(batch, engine.graph, engine.mixed_graph)
+        runner.start(batch, None, drafts if batch.num_drafts else None, graph, 0.0)
 
 
 def _rounds(engine: Engine, longest: int) -> list[tuple[list[list[int]], SamplingParams]]:
@@ -80,11 +96,11 @@ def _rounds(engine: Engine, longest: int) -> list[tuple[list[list[int]], Samplin
     rounds += [(prompts, _GREEDY), ([prompt[:64] for prompt in prompts], _DRAWN)]
     if engine.speculation.drafter.num_speculative_tokens:
         counts = warm_up_sizes(min(engine.scheduler.max_num_seqs, budget, engine.allocator.num_blocks // 2))
-        rounds += [([prompts[0][:1]] * count, _DRAFTED) for count in counts]
+        rounds += [([[0]] * count, _DRAFTED) for count in counts]
     return rounds
 
 
-def _steps(engine: Engine, room: int) -> Iterator[list[Piece]]:
+def _steps(engine: Engine, room: int) -> Iterator[list[Made]]:
     """Yield the requests of each step.
 
     Args:
@@ -93,29 +109,36 @@ def _steps(engine: Engine, room: int) -> Iterator[list[Piece]]:
     budget, most = engine.scheduler.max_num_batched_tokens, engine.scheduler.max_num_seqs
     num_cached = engine.allocator.num_blocks * engine.allocator.block_tokens
     for seq_len in sorted({room, *(1 << exponent for exponent in range(room.bit_length()))}):
-        decode, lengths = (seq_len - 1, 1), [length for length in _PIECES if length < min(seq_len, budget)]
+        decode, lengths = Made(seq_len - 1, 1), [length for length in _PIECES if length < min(seq_len, budget)]
         yield from ([decode] * count for count in sorted({1, min(most, budget, num_cached // seq_len)}))
-        yield from ([(seq_len - length, length)] for length in lengths)
+        yield from ([Made(seq_len - length, length)] for length in lengths)
         for length, count in _MIXED:
             if length < seq_len and (rest := min(budget - length * count - 1, room)) > 0 and count + 2 <= most:
-                yield [decode, *[(seq_len - length, length)] * count, (0, rest)]
+                yield [decode, *[Made(seq_len - length, length)] * count, Made(0, rest)]
     seq_len = min(_DOCUMENT_TOKENS, room)
     for length in (1, *(length for length in _PIECES if length < seq_len)):
-        yield from ([(seq_len - length, length)] * count for count in warm_up_sizes(min(most, budget // length)))
+        yield from ([Made(seq_len - length, length)] * count for count in warm_up_sizes(min(most, budget // length)))
+    num_drafts = engine.speculation.drafter.num_speculative_tokens
+    if num_drafts and seq_len > num_drafts and most > 2:
+        tried = Made(seq_len - num_drafts - 1, num_drafts + 1, num_drafts)
+        yield [Made(seq_len - 2, 2, 1), Made(0, max(2, budget - 2))]
+        for count in warm_up_sizes(min(most - 2, budget // (num_drafts + 1) - 1)):
+            decodes = [Made(seq_len - 1, 1), *[tried] * count]
+            yield decodes
+            yield [*decodes, Made(0, max(2, budget - count * (num_drafts + 1) - 1))]
 
 
-def made_batch(engine: Engine, pieces: Sequence[Piece]) -> Batch:
-    """Return a step of requests that nobody has asked for: their tokens are arbitrary, and their blocks may be shared.
-
-    Args:
-        pieces: Numbers of cached and of new tokens of each request, decodes first.
-    """
-    batch, sizes = Batch(sum(num_new for _, num_new in pieces)), engine.cache.sizes
-    for index, (num_cached, num_new) in enumerate(pieces):
-        has_forms = engine.has_forms and num_new > 1
-        request = Request([0] * (num_cached + num_new), SamplingParams(ignore_eos=True), has_forms=has_forms)
+def made_batch(engine: Engine, requests: Sequence[Made]) -> Batch:
+    """Return a step of requests whose tokens are arbitrary, and whose blocks may be shared."""
+    batch, sizes = Batch(sum(made.num_new for made in requests)), engine.cache.sizes
+    for index, (num_cached, num_new, num_drafts) in enumerate(requests):
+        has_forms = engine.has_forms and num_new > num_drafts + 1
+        tokens = [0] * (num_cached + num_new - num_drafts)
+        request = Request(tokens, SamplingParams(ignore_eos=True), has_forms=has_forms)
         blocks = -(-(num_cached + num_new) // sizes.block_tokens)
         request.block_ids = array("q", ((index * blocks + block) % sizes.num_blocks for block in range(blocks)))
         request.num_computed_tokens, request.state = num_cached, index if sizes.num_states else None
         batch.add(request, num_new)
+        batch.pieces[-1] = batch.pieces[-1]._replace(num_drafts=num_drafts)
+        batch.num_drafts += num_drafts
     return batch
