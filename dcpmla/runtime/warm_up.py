@@ -113,19 +113,28 @@ def _steps(engine: Engine, room: int) -> Iterator[list[Made]]:
         yield from ([decode] * count for count in sorted({1, min(most, budget, num_cached // seq_len)}))
         yield from ([Made(seq_len - length, length)] for length in lengths)
         for length, count in _MIXED:
-            if length < seq_len and (rest := min(budget - length * count - 1, room)) > 0 and count + 2 <= most:
-                yield [decode, *[Made(seq_len - length, length)] * count, Made(0, rest)]
+            if length < seq_len and count + 2 <= most:
+                yield from _beside_prompts([decode, *[Made(seq_len - length, length)] * count], seq_len, room, budget)
     seq_len = min(_DOCUMENT_TOKENS, room)
-    for length in (1, *(length for length in _PIECES if length < seq_len)):
+    for length in (length for length in _PIECES if length < seq_len):
         yield from ([Made(seq_len - length, length)] * count for count in warm_up_sizes(min(most, budget // length)))
-    num_drafts = engine.speculation.drafter.num_speculative_tokens
-    if num_drafts and seq_len > num_drafts and most > 2:
+    most_drafts = min(engine.speculation.drafter.num_speculative_tokens, seq_len - 1)
+    for num_drafts in sorted({0, min(1, most_drafts), most_drafts}):
         tried = Made(seq_len - num_drafts - 1, num_drafts + 1, num_drafts)
-        yield [Made(seq_len - 2, 2, 1), Made(0, max(2, budget - 2))]
-        for count in warm_up_sizes(min(most - 2, budget // (num_drafts + 1) - 1)):
-            decodes = [Made(seq_len - 1, 1), *[tried] * count]
-            yield decodes
-            yield [*decodes, Made(0, max(2, budget - count * (num_drafts + 1) - 1))]
+        for count in warm_up_sizes(min(most, budget // (num_drafts + 1))):
+            yield [tried] * count
+            if count < most:
+                yield from _beside_prompts([tried] * count, seq_len, room, budget)
+            if num_drafts and count + 2 <= most:  # requests that try different numbers of drafts
+                yield from _beside_prompts([Made(seq_len - 1, 1), *[tried] * count], seq_len, room, budget)
+
+
+def _beside_prompts(requests: list[Made], context: int, room: int, budget: int) -> Iterator[list[Made]]:
+    """Yield requests with a prompt that fills the step, with and without a context."""
+    rest = min(budget - sum(made.num_new for made in requests), room)
+    if rest > 1:
+        yield [*requests, Made(0, rest)]
+        yield [*requests, Made(min(context, room - rest), rest)]
 
 
 def made_batch(engine: Engine, requests: Sequence[Made]) -> Batch:
