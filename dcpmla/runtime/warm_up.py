@@ -69,7 +69,7 @@ def warm_up(engine: Engine) -> None:
             if len(prompts) > 1:
                 engine.add(prompts[0], _GREEDY)
             engine.step()
-            engine.add([0] * min(longest, engine.scheduler.max_num_batched_tokens), _PREFILL)
+            engine.add([0] * min(longest, 2 * engine.scheduler.max_num_batched_tokens), _PREFILL)
         for _ in engine.run():
             pass
     runner = StepRunner(

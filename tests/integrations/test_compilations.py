@@ -102,7 +102,6 @@ MORE: dict[str, tuple[str, int, int, dict[str, Any], dict[str, Any]]] = {
     "V3, experts over ranks": ("deepseek-v3", 4, 4, {}, {"enable_expert_parallel": True}),
     "V3, n-grams": ("deepseek-v3", 4, 4, {}, {"speculative_method": "ngram"}),
     "V3, MTP, eager": ("deepseek-v3", 4, 4, {}, {"speculative_method": "mtp", **_EAGER}),
-    "V3, MTP": ("deepseek-v3", 4, 4, {}, {"speculative_method": "mtp"}),
     "Kimi-K2": ("kimi-k2", 8, 8, {}, {}),
     "V4-Flash, eager": ("deepseek-v4-flash", 2, 2, {}, _EAGER),
     "V4-Pro, fp8": ("deepseek-v4-pro", 4, 4, {"kv_cache_dtype": "fp8_ds_mla", "index_cache_dtype": "fp8"}, {}),
