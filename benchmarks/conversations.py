@@ -20,6 +20,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]
+from benchmarks.load import rates, request_rate, summarize_all  # noqa: E402
 from benchmarks.offloading import (  # noqa: E402
     add_engine_arguments,
     block_sizes,
@@ -30,7 +31,6 @@ from benchmarks.offloading import (  # noqa: E402
     random_prompts,
     write_rows,
 )
-from dcpmla.bench.load import rates, request_rate, summarize_all  # noqa: E402
 from dcpmla.bench.results import Row  # noqa: E402
 from dcpmla.cli.options import positive  # noqa: E402
 from dcpmla.llm import LLM  # noqa: E402

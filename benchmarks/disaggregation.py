@@ -20,9 +20,9 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]
 from benchmarks.http_load import Answer, describe_lost, drive  # noqa: E402
+from benchmarks.load import Load, request_rate, summarize  # noqa: E402
 from benchmarks.offloading import block_sizes, model_config, random_prompts, write_config  # noqa: E402
 from benchmarks.server_processes import API_KEY, ServerProcess, post, read_metric, running  # noqa: E402
-from dcpmla.bench.load import Load, request_rate, summarize  # noqa: E402
 from dcpmla.bench.results import Row, add_commit_argument, write_results  # noqa: E402
 from dcpmla.cli.options import positive, positive_list  # noqa: E402
 

@@ -43,7 +43,6 @@ for size in 1 "$n"; do
   measure "step_dcp$size" 45 generate "${model[@]}" -dcp "$size" --batch 1,8,32,128 --input-len 1024 --output-len 40 --max-num-seqs 128
 done
 measure drafts 40 generate "${model[@]}" -dcp "$n" --batch 1,4 --input-len 8192 --output-len 128 --max-num-seqs 4 --speculative-method mtp --acceptance 0.8
-measure serve 40 serve "${model[@]}" -dcp "$n" --request-rate inf --num-requests 64 --input-lens 1024,8192 --output-lens 64
 part agreement 45 "$python" benchmarks/agreement.py --num-gpus "$n" --output "$out/agreement.json"
 part tests 75 env PYTHON="$python" launch/test_gpu.sh "gpu_$n"
 "$python" benchmarks/eight_gpus.py "$out" "$n"

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import h11
 
-from dcpmla.bench.load import Load
+from benchmarks.load import Load
 from dcpmla.bench.results import Row
 
 _READ_BYTES = 1 << 16

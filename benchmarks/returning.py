@@ -20,6 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]
+from benchmarks.load import summarize  # noqa: E402
 from benchmarks.offloading import (  # noqa: E402
     add_engine_arguments,
     block_sizes,
@@ -31,7 +32,6 @@ from benchmarks.offloading import (  # noqa: E402
     random_prompts,
     write_rows,
 )
-from dcpmla.bench.load import summarize  # noqa: E402
 from dcpmla.bench.results import Row  # noqa: E402
 from dcpmla.bench.timing import TimeLimit  # noqa: E402
 from dcpmla.cli.options import positive, positive_list  # noqa: E402

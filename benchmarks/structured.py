@@ -22,9 +22,9 @@ from transformers import PreTrainedTokenizerFast
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]
+from benchmarks.load import summarize  # noqa: E402
 from benchmarks.offloading import print_row, random_prompts, write_config, write_rows  # noqa: E402
 from dcpmla.bench.geometries import GEOMETRIES, config_of  # noqa: E402
-from dcpmla.bench.load import summarize  # noqa: E402
 from dcpmla.bench.results import Row, add_commit_argument, dtype_name  # noqa: E402
 from dcpmla.cli.options import positive  # noqa: E402
 from dcpmla.llm import LLM  # noqa: E402

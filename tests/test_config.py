@@ -1,5 +1,5 @@
-"""The configuration read from Hugging Face against what transformers' attention modules compute; mistakes against their
-messages.
+"""The configuration read from Hugging Face against what transformers' attention modules compute, indexers of sparse
+models included; mistakes against their messages.
 """
 
 import importlib
@@ -13,10 +13,10 @@ import transformers
 from torch import Tensor
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_get_mscale
 
-from dcpmla.config import MLAConfig
+from dcpmla.config import DCPConfig, MLAConfig
 from dcpmla.integrations.families.family import yarn_mscale
 from dcpmla.integrations.families.table import FAMILIES, attention_of
-from tests.support.models import LARGE4_FAMILIES, MLA_FAMILIES, tiny_config
+from tests.support.models import LARGE4_FAMILIES, MLA_FAMILIES, SPARSE_FAMILIES, tiny_config
 
 POSITIONS = torch.tensor([0, 15, 16, 40, 100])
 ROPES = ("default", "yarn", "yarn without mscale_all_dim")
@@ -129,13 +129,86 @@ def test_yarn_mscale(factor: float, mscale: float) -> None:
 def test_heads_per_rank() -> None:
     config = attention_of(make_config("deepseek_v3")).config
     assert {size: config.heads_per_rank(size) for size in (1, 3, 8, 24)} == {1: 24, 3: 8, 8: 3, 24: 1}
+    choices = "choose 1, 2, 3, 4, 6, 8, 12 or 24"
+    for size in (0, -1, 5, 7, 48):
+        message = f"tensor_parallel_size (-tp) is {size}; it must divide the model's 24 attention heads: {choices}"
+        with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
+            config.heads_per_rank(size)
 
 
-@pytest.mark.parametrize("size", [0, -1, 5, 7, 48])
-def test_heads_that_do_not_divide(size: int) -> None:
-    message = (
-        f"tensor_parallel_size (-tp) is {size}; it must divide the model's 24 attention heads: "
-        "choose 1, 2, 3, 4, 6, 8, 12 or 24"
-    )
+def selecting_layers(config: Any) -> tuple[int, ...]:
+    return tuple(number for number, layer in enumerate(attention_of(config).layers) if layer.has_indexer)
+
+
+@pytest.mark.parametrize("family", SPARSE_FAMILIES)
+def test_indexer_is_that_of_the_module(family: str) -> None:
+    hf_config = make_config(family)
+    indexer, found = make_module(hf_config).indexer, attention_of(hf_config).config.indexer
+    sizes = indexer.weights_proj.out_features, indexer.wk.out_features, indexer.index_topk
+    assert found is not None
+    assert (found.num_heads, found.head_dim, found.topk) == sizes
+    with torch.device("meta"):
+        model = getattr(transformers, type(hf_config).__name__.replace("Config", "ForCausalLM"))(hf_config)
+    has_indexer = [layer.self_attn.indexer is not None for layer in model.model.layers]
+    assert selecting_layers(hf_config) == tuple(layer for layer, has in enumerate(has_indexer) if has)
+    assert (attention_of(hf_config).num_index_layers, all(has_indexer)) == (2, family != "glm_moe_dsa")
+
+
+@pytest.mark.parametrize("family", SPARSE_FAMILIES)
+@pytest.mark.parametrize(
+    ("fields", "types"),
+    [
+        ({}, "FFFFFF"),
+        ({"index_topk_freq": 1}, "FFFFFF"),
+        ({"index_topk_freq": 2}, "FFSFSF"),
+        ({"index_topk_freq": 4}, "FFSSSF"),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 1}, "FSFSFS"),
+        ({"index_topk_freq": 3, "index_skip_topk_offset": 4}, "FFFFSS"),
+        ({"index_topk_freq": 2, "index_topk_pattern": "FSSFFS"}, "FSSFFS"),
+        ({"index_topk_pattern": ["full", "shared", "full", "full", "shared", "full"]}, "FSFFSF"),
+        ({"index_topk_pattern": "FSSFFS", "indexer_types": ["full"] * 6}, "FFFFFF"),
+    ],
+    ids=str,
+)
+def test_which_layers_select(family: str, fields: dict[str, Any], types: str) -> None:
+    """DeepSeek-V3.2's as transformers' GLM-5 reads the same fields."""
+    glm, own = transformers.GlmMoeDsaConfig, type(tiny_config(family))
+    expected = glm(num_hidden_layers=6, **fields).indexer_types
+    assert expected == [{"F": "full", "S": "shared"}[letter] for letter in types]
+    config = own(num_hidden_layers=6, **fields)
+    assert selecting_layers(config) == tuple(layer for layer, letter in enumerate(types) if letter == "F")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "types"),
+    [
+        ("index_topk_pattern", "FSX", ["full", "shared", "X"]),
+        ("index_topk_pattern", "SFF", ["shared", "full", "full"]),
+        ("index_topk_pattern", "FS", ["full", "shared"]),
+        ("indexer_types", ["full", "half", "full"], ["full", "half", "full"]),
+        ("indexer_types", ["shared", "full", "full"], ["shared", "full", "full"]),
+        ("indexer_types", ["full", "shared"], ["full", "shared"]),
+    ],
+)
+def test_layers_that_neither_select_nor_share(field: str, value: str | list[str], types: list[str]) -> None:
+    config = transformers.DeepseekV32Config(num_hidden_layers=3, **{field: value})
+    rule = "each of 3 layers has one, full or shared, and the first is full"
+    with pytest.raises(ValueError, match="^" + re.escape(f"model: the config's {field} give {types}; {rule}") + "$"):
+        attention_of(config)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"index_cache_dtype": "fp8"}, "index_cache_dtype (--index-cache-dtype) fp8"),
+        ({"index_hadamard": True}, "index_hadamard (--index-hadamard)"),
+    ],
+)
+def test_a_dense_model_has_no_index_cache(options: dict[str, Any], name: str) -> None:
+    dense, sparse = (attention_of(make_config(family)) for family in ("deepseek_v3", "deepseek_v32"))
+    assert (dense.config.indexer, dense.num_index_layers) == (None, 0)
+    message = f"{name} goes with sparse MLA, whose layers have indexers; this attention is dense"
     with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
-        attention_of(make_config("deepseek_v3")).config.heads_per_rank(size)
+        dense.check_layout(DCPConfig(**options))
+    dense.check_layout(DCPConfig())
+    sparse.check_layout(DCPConfig(**options))

@@ -73,7 +73,6 @@ def test_the_layers_examples_need_no_extra(run_alone: RunAlone, name: str, last:
         "serve --model x",
         "plan --model x",
         "bench generate --model x",
-        "bench serve --model x",
         "bench turns",
         "bench layer --geometry tiny --device cpu",
     ],

@@ -144,10 +144,6 @@ def test_long_values_are_cut_in_messages() -> None:
             {"tensor_parallel_size": 2, "decode_context_parallel_size": 4},
             "decode_context_parallel_size (-dcp) is 4; it must divide tensor_parallel_size (-tp) 2: choose 1 or 2",
         ),
-        (
-            {"decode_context_parallel_size": 2},
-            "decode_context_parallel_size (-dcp) is 2; it must divide tensor_parallel_size (-tp) 1: choose 1",
-        ),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size (-tp) is 0; it must be a whole number in [1, 65536]"),
         (
             {"cp_kv_cache_interleave_size": 16, "block_size": 40},

@@ -106,26 +106,16 @@ def test_the_kernel_runs_where_the_entry_allows(monkeypatch: pytest.MonkeyPatch)
     torch.library.opcheck(by_default.op, (x, 3.0, 2.0))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "device", "is_kernel"),
-    [
-        (torch.bfloat16, "cuda", True),
-        (torch.float16, "cuda", True),
-        (torch.float32, "cuda", True),
-        (torch.float64, "cuda", False),
-        (torch.int32, "cuda", False),
-        (torch.float32, "cpu", False),
-    ],
-)
-def test_the_shared_condition(
-    dtype: torch.dtype, device: str, is_kernel: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_shared_condition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Floats of at most 32 bits on a GPU."""
     monkeypatch.setitem(sys.modules, "kernels_of_tests", SimpleNamespace(double=lambda x: "kernel"))
-    name = f"double_of_tests_{str(dtype)[6:]}_{device}"
-    double = operator(name, fake=nothing, kernel="kernels_of_tests:double")(_reference)
-    x = SimpleNamespace(dtype=dtype, is_cuda=device == "cuda")
+    double = operator("double_of_tests", fake=nothing, kernel="kernels_of_tests:double")(_reference)
+    taken = torch.bfloat16, torch.float16, torch.float32
     with torch.no_grad():
-        assert double(x) == ("kernel" if is_kernel else "reference")
+        for dtype in (*taken, torch.float64, torch.int32):
+            for is_cuda in (True, False):
+                x = SimpleNamespace(dtype=dtype, is_cuda=is_cuda)
+                assert double(x) == ("kernel" if is_cuda and dtype in taken else "reference")
 
 
 def _reference(x: Tensor) -> Tensor:
@@ -164,15 +154,12 @@ def add_tuples_(scaled: Scaled, offset: Offset | None, sign: int) -> Tensor:
     return out + offset.total
 
 
-def test_fields_of_tuples_are_arguments() -> None:
+@pytest.mark.parametrize("mode", [torch.no_grad, Dispatched])
+def test_fields_of_tuples_are_arguments_and_arrive_whole(mode: type) -> None:
     schema = "(Tensor x, float factor, Tensor(a2!)? total, SymInt? offset, SymInt sign) -> Tensor"
     assert str(add_tuples_.op._opoverload._schema) == f"dcpmla::add_tuples_of_tests_{schema}"
     for arguments in ((torch.ones(3), 2.0, torch.ones(3), 3, 1), (torch.ones(3), 2.0, None, None, -1)):
         torch.library.opcheck(add_tuples_.op, arguments)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, Dispatched])
-def test_tuples_arrive_whole(mode: type) -> None:
     total = torch.ones(3)
     with torch.no_grad(), mode():
         assert add_tuples_(Scaled(torch.ones(3)), Offset(total, 3), 1).tolist() == [6.0] * 3

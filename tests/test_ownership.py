@@ -44,10 +44,6 @@ def deal_slots(
     return [(rank, next(free[rank])) for rank, _ in deal(num_tokens, dcp_size, interleave)]
 
 
-def shuffled_blocks(num_blocks: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).sample(range(1000), num_blocks)
-
-
 def test_deal_is_the_layout_of_the_specification() -> None:
     assert [rank for rank, _ in deal(8, 3, 1)] == [0, 1, 2, 0, 1, 2, 0, 1]
     assert [rank for rank, _ in deal(9, 2, 2)] == [0, 0, 1, 1, 0, 0, 1, 1, 0]
@@ -55,49 +51,37 @@ def test_deal_is_the_layout_of_the_specification() -> None:
 
 
 @layouts
-def test_owner_and_indices_of_every_position(dcp_size: int, interleave: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_owner_and_indices_of_every_position(dcp_size: int, interleave: int, dtype: torch.dtype) -> None:
+    """Of numbers, and of tensors of any shape."""
     num_tokens = 3 * dcp_size * interleave + interleave // 2 + 1
-    dealt = deal(num_tokens, dcp_size, interleave)
-    positions, owner = torch.arange(num_tokens), Owner(0, dcp_size, interleave)
-    assert owner.rank_of(positions).tolist() == [rank for rank, _ in dealt]
-    assert owner.local_index(positions).tolist() == [index for _, index in dealt]
-    held: dict[int, list[int]] = {rank: [] for rank in range(dcp_size)}
-    for position, owner_and_index in enumerate(dealt):
-        assert (owner.rank_of(position), owner.local_index(position)) == owner_and_index
-        held[owner_and_index[0]].append(position)
-    for rank, mine in held.items():
-        indices, owner = torch.arange(len(mine)), Owner(rank, dcp_size, interleave)
-        assert owner.global_position(indices).tolist() == mine
+    dealt, owner = deal(num_tokens, dcp_size, interleave), Owner(0, dcp_size, interleave)
+    assert [(owner.rank_of(position), owner.local_index(position)) for position in range(num_tokens)] == dealt
+    for shape in ((num_tokens,), (), (0,), (2, 1, 4)):
+        positions = torch.arange(shape[0]) if len(shape) == 1 else torch.randint(num_tokens, shape)
+        owners, indices = owner.rank_of(positions.to(dtype)), owner.local_index(positions.to(dtype))
+        assert owners.shape == indices.shape == torch.Size(shape)
+        found = zip(owners.flatten().tolist(), indices.flatten().tolist(), strict=True)
+        assert [*found] == [dealt[position] for position in positions.flatten().tolist()]
+    for rank in range(dcp_size):
+        mine, owner = [at for at, (other, _) in enumerate(dealt) if other == rank], Owner(rank, dcp_size, interleave)
+        assert owner.global_position(torch.arange(len(mine), dtype=dtype)).tolist() == mine
         assert [owner.global_position(index) for index in range(len(mine))] == mine
 
 
 @layouts
-def test_local_seq_lens_of_every_length(dcp_size: int, interleave: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_local_seq_lens_of_every_length(dcp_size: int, interleave: int, dtype: torch.dtype) -> None:
     lengths = list(range(2 * dcp_size * interleave + interleave + 2))  # 0, shorter than W, ragged tails
     owners = [rank for rank, _ in deal(lengths[-1], dcp_size, interleave)]
     for rank in range(dcp_size):
-        owner = Owner(rank, dcp_size, interleave)
-        mine, array = owner.local_seq_lens(torch.tensor(lengths)), owner.local_seq_lens(np.array(lengths))
+        owner, expected = Owner(rank, dcp_size, interleave), [owners[:length].count(rank) for length in lengths]
+        mine, array = owner.local_seq_lens(torch.tensor(lengths, dtype=dtype)), owner.local_seq_lens(np.array(lengths))
         numbers = [owner.local_seq_lens(length) for length in lengths]
         assert (mine.dtype, array.dtype, {*map(type, numbers)}) == (torch.int32, np.int32, {int})
-        assert mine.tolist() == array.tolist() == numbers == [owners[:length].count(rank) for length in lengths]
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (2, 1, 4)])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_tensors_of_any_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    numbers = torch.randint(0, 200, shape, dtype=dtype)
-    dealt = deal(201, 6, 2)
-    flat = numbers.flatten().tolist()
-    owners, indices = Owner(0, 6, 2).rank_of(numbers), Owner(0, 6, 2).local_index(numbers)
-    assert owners.shape == indices.shape == torch.Size(shape)
-    assert list(zip(owners.flatten().tolist(), indices.flatten().tolist(), strict=True)) == [
-        dealt[number] for number in flat
-    ]
-    for rank in range(6):
-        mine = Owner(rank, 6, 2).local_seq_lens(numbers)
-        assert (mine.shape, mine.dtype) == (torch.Size(shape), torch.int32)
-        assert mine.flatten().tolist() == [sum(r == rank for r, _ in dealt[:number]) for number in flat]
+        assert mine.tolist() == array.tolist() == numbers == expected
+        grid = owner.local_seq_lens(torch.tensor([[lengths, lengths]], dtype=dtype))
+        assert (grid.dtype, grid.tolist()) == (torch.int32, [[expected, expected]])
 
 
 @given(
@@ -123,7 +107,7 @@ def test_ranks_together_hold_each_token_once(data: st.DataObject) -> None:
     """A batch holds several sequences, tokens in any order and padding."""
     dcp_size, interleave = data.draw(st.integers(1, 8)), data.draw(st.sampled_from(INTERLEAVES))
     block_size = interleave * data.draw(st.integers(1, 3))
-    ids = shuffled_blocks(12, seed=data.draw(st.integers(0, 9)))
+    ids = random.Random(data.draw(st.integers(0, 9))).sample(range(1000), 12)
     tables = torch.tensor(ids, dtype=torch.int32).view(3, 4)
     capacity = 4 * block_size * dcp_size
     tokens = data.draw(

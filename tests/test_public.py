@@ -1,14 +1,10 @@
-"""Public names: objects of the package and options of commands, each documented."""
+"""Public names: objects of the package, each documented."""
 
-import argparse
 import inspect
-from dataclasses import fields
 
 import pytest
 
 import dcpmla
-from dcpmla.__main__ import build_parser
-from dcpmla.integrations.engine_options import EngineOptions
 
 
 def test_public_names() -> None:
@@ -29,14 +25,3 @@ def test_public_names_are_documented(name: str) -> None:
         function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
         if inspect.isfunction(function):
             assert function.__doc__, f"{function.__qualname__} has no docstring"
-
-
-def subcommand(name: str) -> argparse.ArgumentParser:
-    (commands,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
-    return commands.choices[name].filled()
-
-
-def test_every_field_has_an_option() -> None:
-    options = {action.dest for action in subcommand("generate")._actions}
-    missing = {field.name for field in (*fields(dcpmla.DCPConfig), *fields(EngineOptions))} - options
-    assert missing == {"context_workspace_tokens"}

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from dcpmla.cache import formats
-from dcpmla.cache.index_keys import write_index_keys
-from dcpmla.cache.shared_rows import write_rows
 
 # Largest values are 448 times these, well above normal ones. They differ, so that a kernel that mixes them up is found.
 KV_SCALE, Q_SCALE = 0.04, 0.02
@@ -54,19 +52,14 @@ def fill_randomly(kv_cache: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> No
         rows.copy_(formats.to_cache_rows(latents[:, :kv_lora_rank], latents[:, kv_lora_rank:], rows.dtype, kv_scale))
 
 
-def fill_shared_rows(rows: Tensor, head_dim: int, dtype: torch.dtype) -> None:
-    """Fill a cache of shared keys (`dcpmla.cache.shared_format`) with normal rows of `dtype`, in its format."""
-    _fill_slots(rows, head_dim, dtype, write_rows)
-
-
-def fill_index_keys(index_keys: Tensor, head_dim: int, dtype: torch.dtype) -> None:
-    """Fill an index cache (`dcpmla.cache.index_keys`) with normal keys of `dtype`, in its format."""
-    _fill_slots(index_keys, head_dim, dtype, write_index_keys)
-
-
-def _fill_slots(
+def fill_slots(
     cache: Tensor, head_dim: int, dtype: torch.dtype, write: Callable[[Tensor, Tensor, Tensor], object]
 ) -> None:
+    """Fill a cache of shared keys or index keys with normal rows of `dtype`, in its format.
+
+    Args:
+        write: Function that writes rows into slots of the cache: `write_rows` or `write_index_keys` of dcpmla.cache.
+    """
     if cache.dtype == dtype:
         cache.normal_()
         return

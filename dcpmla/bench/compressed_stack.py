@@ -1,7 +1,6 @@
 """A stack of layers of DeepSeek-V4's attention, all of one kind (`dcpmla.bench.stack`)."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,15 +13,12 @@ from dcpmla.attention.layers.compressed.step import CompressedMetadata, selects
 from dcpmla.attention.mla.decode import mla_decode
 from dcpmla.attention.select.candidates import candidate_width
 from dcpmla.attention.step.metadata import StepMetadata
-from dcpmla.bench.cache_formats import fill_index_keys, fill_shared_rows
-from dcpmla.bench.stack import CANDIDATES, Stack, StackMaker, StackSizes
+from dcpmla.bench.cache_formats import fill_slots
+from dcpmla.bench.stack import CANDIDATES, Stack, StackSizes
 from dcpmla.bench.timing import Operation
-
-
-def compressed_makers(config: CompressedConfig) -> dict[str, StackMaker]:
-    """Return the makers of a model's stacks, by the labels of its kinds of layers."""
-    kinds = dict.fromkeys(config.layer_kinds)
-    return {kind.label: StackMaker(kind.has_indexer, partial(CompressedStack, config, kind)) for kind in kinds}
+from dcpmla.cache.index_keys import write_index_keys
+from dcpmla.cache.shared_rows import write_rows
+from dcpmla.config import DCPConfig
 
 
 class CompressedStack(Stack):
@@ -31,41 +27,40 @@ class CompressedStack(Stack):
     Args:
         config: Geometry of the model.
         kind: Kind of every layer here.
-        sizes: Number of layers and their load.
-        options: Fields of DCPConfig for the caches' formats and the exchange of decode.
+        sizes: Step of the layers, with one new token of each request.
+        dcp: Layout and formats of the caches, exchange of decode.
     """
 
-    def __init__(self, config: CompressedConfig, kind: LayerKind, sizes: StackSizes, **options: Any) -> None:
+    def __init__(self, config: CompressedConfig, kind: LayerKind, sizes: StackSizes, dcp: DCPConfig) -> None:
         self.kind, alike = kind, replace(config, layer_kinds=(kind,) * sizes.num_layers)
-        dcp = sizes.dcp_config(**options)
         config.check_layout(dcp)
         # A block covers as many tokens as in the model, where the least ratio is another one.
         dcp = replace(dcp, block_size=dcp.block_size * config.row_tokens // alike.row_tokens)
         super().__init__(compressed_stack(alike), sizes, dcp)
         if not kind.ratio:  # each rank has all windows
             self.parts = tuple(part for part in self.parts if part not in ("gather", "combine"))
-        widths = self.layers[0].down_widths
-        self.q_c = self.randn(len(self.metadata), sizes.batch, config.q_lora_rank)
-        self.down = self.randn(sizes.batch, sum(widths)).split(widths, -1)
+        widths, batch = self.layers[0].down_widths, len(sizes.seq_lens)
+        self.q_c = self.randn(len(self.metadata), batch, config.q_lora_rank)
+        self.down = self.randn(batch, sum(widths)).split(widths, -1)
         compressed = self._compressed(self.metadata[0])
         if selects(compressed, kind):
             num_columns = compressed.block_table.shape[1] * compressed.plan.entries_per_block(kind.ratio)
             width = candidate_width(config.indexer.topk, num_columns)
-            self.candidates = torch.randint(1 << 31, (sizes.batch, width), device=self.device)
-
-    def row_bytes(self, plan: Any) -> int:
-        return plan.rows_shape(self.kind.ratio)[-1] * plan.dtype.itemsize
+            self.candidates = torch.randint(1 << 31, (batch, width), device=self.device)
 
     def fill(self, cache: Any) -> None:
-        fill_shared_rows(cache.latents, self.config.head_dim, self.dtype)
+        """Fill a layer's cache with random rows and keys, and its sums of entries in progress with ones."""
+        fill_slots(cache.latents, self.config.head_dim, self.dtype, write_rows)
         if cache.index_keys is not None:
-            fill_index_keys(cache.index_keys, self.config.indexer.head_dim, self.dtype)
+            fill_slots(cache.index_keys, self.config.indexer.head_dim, self.dtype, write_index_keys)
         for sums in cache.states:
             sums.fill_(1.0)
 
     @property
     def rope_dim(self) -> int:
-        return self.config.rope_dim
+        """Return the number of columns with positions."""
+        rope_dim: int = self.config.rope_dim
+        return rope_dim
 
     def operations(self) -> dict[str, Operation]:
         """Return the operations of all stacks, with the selection and the exchange of its candidates."""

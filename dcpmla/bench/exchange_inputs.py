@@ -1,5 +1,4 @@
-"""Random inputs of the exchange's operations on the ranks of a group, and the exact results, in float64 from all
-ranks' inputs.
+"""Random inputs of operations on the ranks of a group, and the exact results, in float64 from all ranks' inputs.
 
 Every rank draws everyone's inputs by itself, so that nothing that is under test moves the answers. Calls rotate
 through sets of inputs, one for each timed call; in one more set, the last, shards are empty (`Combine`).
@@ -16,11 +15,13 @@ from torch import Tensor
 
 from dcpmla.bench.timing import largest
 from dcpmla.comm.exchange import Exchange
+from dcpmla.comm.norm import rms_norm
 from dcpmla.comm.reach import reach
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.merge import merge_partials
 from dcpmla.ownership import Owner
+from dcpmla.parallel.quantized import PlainRows, plain
 
 _NUM_DRAWN = 131071  # numbers drawn before they repeat; a prime: fewer rows than that are all different
 
@@ -31,8 +32,8 @@ class ExchangeCase:
 
     Attributes:
         num_tokens: New tokens of the batch; for `gather_context`, cached tokens of all ranks together.
-        num_heads: Heads of the whole group; `gather_context` uses none.
-        query_dim, latent_dim: Width of queries and cached rows, width of partial rows.
+        num_heads: Heads of the whole group; `gather_context` and `AddNorm` use none.
+        query_dim, latent_dim: Width of queries, cached rows and hidden states, width of partial rows.
     """
 
     group: dist.ProcessGroup
@@ -96,7 +97,7 @@ def exchanges_of(
 
 
 class ExchangeInputs(Protocol):
-    """Inputs of one operation.
+    """Inputs of one operation of an exchange.
 
     Attributes:
         received_bytes: Bytes that a rank must get from the others in one call, whatever the backend.
@@ -186,6 +187,30 @@ OPERATIONS: dict[str, Callable[[ExchangeCase], ExchangeInputs]] = {
     "combine": Combine,
     "gather_context": GatherContext,
 }
+
+
+class AddNorm:
+    """Partial rows [T, query_dim] of this rank a set; residuals of the same shape and a weight that all ranks share."""
+
+    eps = 1e-6
+
+    def __init__(self, case: ExchangeCase) -> None:
+        shape = case.num_tokens, case.query_dim
+        self.case, self.partials = case, case.sets(*shape)
+        self.residuals = [case.draw(0, -1 - index, case.dtype, *shape) for index in range(len(self.partials))]
+        self.weight = case.draw(0, 0, case.dtype, case.query_dim)
+
+    def run(self, add_norm: Callable[..., tuple[PlainRows, Tensor]], index: int) -> tuple[Tensor, Tensor]:
+        """Run `Reduce.add_norm` over a set, in which collectives leave their sum. Collective over the group."""
+        normed, residual = add_norm(self.partials[index], self.residuals[index], self.weight, self.eps)
+        return plain(normed), residual
+
+    def answer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return the exact result, float64."""
+        residual = self.residuals[index].double()
+        for rows in self.case.of_ranks(index, *self.partials.shape[1:]):
+            residual += rows
+        return rms_norm(residual, self.weight.double(), self.eps), residual
 
 
 def find_errors(results: Sequence[Tensor], answers: Sequence[Tensor]) -> list[float]:

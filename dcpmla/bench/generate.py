@@ -4,23 +4,17 @@ batch.
 
 import argparse
 import statistics
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from itertools import product
-from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from dcpmla.bench.engine_steps import decode_steps, mixed_times
 from dcpmla.bench.forced import ForcedDrafter
-from dcpmla.bench.load import check_lengths, engine_fields
 from dcpmla.bench.options import listed, single
-from dcpmla.bench.plots import Panel, draw_panels
-from dcpmla.bench.results import Row
+from dcpmla.bench.results import Row, dtype_name
 from dcpmla.bench.runner import Benchmark
-from dcpmla.bench.step_times import is_quantized, modelled_times, size_of, step_times
+from dcpmla.bench.step_times import decode_steps, is_quantized, mixed_times, modelled_times, size_of, step_times
 from dcpmla.bench.timing import largest
-from dcpmla.bench.words import named
 from dcpmla.cache.formats import format_name
 from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, positive, positive_list, seed, share_list
 from dcpmla.integrations.families.table import attention_of
@@ -67,7 +61,6 @@ class Generate(Benchmark[Batch, None]):
 
     ranks_of = "tp"
     has_engine = True
-    plot_help = "time per token and tokens/s"
     series = ("mode", "acceptance", "is_adaptive")
     options = {
         "batch": "1,2,4,8,16,32,64,128",
@@ -119,7 +112,9 @@ class Generate(Benchmark[Batch, None]):
         if args.output_len < 2:
             reason = "the first token comes with the prompt"
             raise ValueError(f"--output-len is {args.output_len}; it must be at least 2: {reason}")
-        check_lengths(files, {"--input-len": args.input_len, "--output-len": args.output_len})
+        if (total := args.input_len + args.output_len) > files.max_model_len:
+            lengths = f"--input-len {args.input_len} and --output-len {args.output_len}, together {total} tokens"
+            raise ValueError(f"{lengths}; with --max-model-len {files.max_model_len} at most that many are served")
         if (context := max(args.context, default=0)) > files.max_model_len:
             raise ValueError(
                 f"--context has {context}; --max-model-len, by default the model's, allows {files.max_model_len}"
@@ -182,11 +177,17 @@ class Generate(Benchmark[Batch, None]):
 
     def _labels(self, case: Batch) -> Row:
         """Return the fields of all rows."""
-        engine = self.engine
+        engine, dtype = self.engine, self.engine.model.dtype
         return {
-            "weights": "fp8" if is_quantized(self.model) else format_name(engine.model.dtype),
+            "model": Path(self.args.model).name,  # a path of this machine is left out
+            "weights": "fp8" if is_quantized(self.model) else format_name(dtype),
             "num_parameters": self.size.num_parameters,
-            **engine_fields(self.args, engine, self.exchange, _OPTIONS),
+            "tp": engine.mesh.tp_size,
+            "dcp": engine.mesh.dcp_size,
+            "exchange": self.exchange,
+            **{name: (vars(self.args) | vars(engine.dcp))[name] for name in _OPTIONS},
+            "dtype": dtype_name(dtype),
+            "kv_cache_dtype": format_name(engine.cache.sizes.dtype),
             "mode": case.mode,
         }
 
@@ -217,20 +218,6 @@ class Generate(Benchmark[Batch, None]):
             return Drafter()
         model = engine.model
         return ForcedDrafter(drafter, case.acceptance, model.vocab_size, model.device, not case.is_adaptive)
-
-    @classmethod
-    def plot(cls, path: Path, rows: Sequence[Row]) -> None:
-        """Draw time per token and tokens/s over batches, a line for each mode."""
-        rows = [row for row in rows if "batch" in row and "step_us" in row]
-        fastest, row = max(rows, key=itemgetter("tokens_per_second")), rows[0]
-        title = f"{row['model']}, tp {row['tp']}, dcp {row['dcp']}, {row['dtype']}, after {row['input_len']} tokens"
-        title += f": {fastest['tokens_per_second']:,.0f} tokens/s at batch {fastest['batch']}"
-        batch, rate = itemgetter("batch"), itemgetter("tokens_per_second")
-        panels = [
-            Panel("", rows, batch, lambda row: row["step_us"] / 1e3, ("batch", "time per token, ms")),
-            Panel("", rows, batch, rate, ("batch", "tokens/s")),
-        ]
-        draw_panels(path, title, panels, partial(named, cls.series), width=6.4)
 
     def close(self) -> None:
         engine = self.engine

@@ -4,7 +4,7 @@ it scales, and from which context on DCP is faster than TP.
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -16,24 +16,14 @@ from dcpmla.attention.mla.layer import PROJECT_FIRST_TOKENS
 from dcpmla.attention.stack import Stack as AttentionStack
 from dcpmla.bench.cache_formats import config_name, query_dtypes
 from dcpmla.bench.ceilings import Ceilings, floor_fields, measure_ceilings
-from dcpmla.bench.compressed_stack import compressed_makers
+from dcpmla.bench.compressed_stack import CompressedStack
 from dcpmla.bench.exchange_inputs import with_direct
 from dcpmla.bench.geometries import GEOMETRIES, config_of
-from dcpmla.bench.layer_stack import LayerStack
-from dcpmla.bench.layouts import (
-    MLA,
-    Layout,
-    compare_with_plain,
-    crossovers,
-    layout_of,
-    load_of,
-    speedups_of,
-)
 from dcpmla.bench.options import named, single
-from dcpmla.bench.plots import draw_bars, draw_lines, new_figure, save_figure
+from dcpmla.bench.plots import draw_bars, draw_lines, grouped, new_figure, save_figure, select
 from dcpmla.bench.results import Row
 from dcpmla.bench.runner import Benchmark
-from dcpmla.bench.stack import CANDIDATES, PARTS, Stack, StackMaker, StackSizes
+from dcpmla.bench.stack import CANDIDATES, PARTS, Stack, StackSizes
 from dcpmla.bench.words import name_of
 from dcpmla.cli.options import positive
 from dcpmla.config import DCPConfig
@@ -52,6 +42,28 @@ _NAMES = ", ".join(filter(None, _VARIANTS))
 _VARIANT = f"of {_NAMES} (direct alone); an empty name is the plain step, as in ,pbm; default: that alone"
 _GEOMETRY = f"whose layers: {', '.join(GEOMETRIES)}, or a directory with a config.json"
 
+Load = tuple[int, int]  # requests, cached tokens of each
+MLA = "mla"  # a kind of layers; the others are `LayerKind.label`s
+
+
+class Layout(NamedTuple):
+    """Cache layout and exchange of a kind of layers, with the field names of `bench layer`'s rows; older files lack the
+    fields with a default.
+    """
+
+    dcp: int
+    exchange: str
+    variant: str
+    kv_cache_dtype: str
+    decode_query_dtype: str = "auto"
+    layer_kind: str = MLA
+    index_cache_dtype: str = "auto"
+
+    @property
+    def compared(self) -> tuple[str, str, str, str]:
+        """Kind of layers, dtypes of caches and queries. Layouts of the same ones are compared."""
+        return self.layer_kind, self.kv_cache_dtype, self.decode_query_dtype, self.index_cache_dtype
+
 
 class LayerCase(NamedTuple):
     """A load under one layout of the cache."""
@@ -65,7 +77,7 @@ class Layer(Benchmark[LayerCase, Stack]):
     """Every load under all layouts, plain TP first; each kind of layers in stacks of its own.
 
     Attributes:
-        makers: Makers of stacks, by the labels of their layers.
+        makers: Makers of stacks, by the labels of their layers; with_indexer: Labels of those with an index cache.
         plain: Rows of plain TP, by load, kind and dtypes of caches and queries.
     """
 
@@ -92,6 +104,7 @@ class Layer(Benchmark[LayerCase, Stack]):
         self.attention = _read_attention(args.geometry)
         self.config = self.attention.config
         self.makers = _stack_makers(self.attention)
+        self.with_indexer = {kind.label for kind in getattr(self.config, "layer_kinds", ()) if kind.has_indexer}
         job.watchdog.enter("measuring the memory's rate", LOAD_TIMEOUT)
         self.ceilings: Ceilings = measure_ceilings(self.device, self.dtype)
         if self.device.type == "cuda":
@@ -118,9 +131,9 @@ class Layer(Benchmark[LayerCase, Stack]):
             group = self.meshes[dcp].dcp_group
             backends = args.dcp_comm_backend or with_direct(("a2a",), group, self.device)
             exchanges = [pair for pair in product(backends, args.variants) if pair[1] != "fp8" or pair[0] == "direct"]
-        for (label, maker), name in product(self.makers.items(), args.kv_cache_dtype):
+        for label, name in product(self.makers, args.kv_cache_dtype):
             dtypes = query_dtypes(name, args.decode_query_dtype)
-            index_formats = args.index_cache_dtype if maker.has_indexer else ["auto"]
+            index_formats = args.index_cache_dtype if label in self.with_indexer else ["auto"]
             for index_format, dtype, exchange in product(index_formats, dtypes, exchanges):
                 yield Layout(dcp, *exchange, name, dtype, label, index_format)
 
@@ -136,9 +149,9 @@ class Layer(Benchmark[LayerCase, Stack]):
         if layout.dcp > 1:
             options |= {"dcp_comm_backend": layout.exchange, **_VARIANTS[layout.variant]}
         options |= {"kv_cache_dtype": config_name(layout.kv_cache_dtype), "index_cache_dtype": layout.index_cache_dtype}
-        mesh, num_layers = self.meshes[layout.dcp], self.args.num_layers
-        sizes = StackSizes(mesh, num_layers, case.batch, case.context, self.device, self.dtype)
-        return self.makers[layout.layer_kind].new(sizes, **options)
+        load = [1] * case.batch, [case.context] * case.batch
+        sizes = StackSizes(self.meshes[layout.dcp], self.args.num_layers, *load, self.device, self.dtype)
+        return self.makers[layout.layer_kind](sizes, sizes.dcp_config(**options))
 
     def measure(self, case: LayerCase, inputs: Stack) -> list[Row]:
         """Return a row for each part, the total first, with the sum of its parts, each timed alone."""
@@ -218,8 +231,77 @@ def _read_attention(geometry: str) -> AttentionStack:
     return attention.dense_stack() or attention
 
 
-def _stack_makers(attention: AttentionStack) -> dict[str, StackMaker]:
+def _stack_makers(attention: AttentionStack) -> dict[str, Callable[[StackSizes, DCPConfig], Stack]]:
     """Return the makers of stacks of a model's layers, by the labels of the layers."""
-    if attention.dense_stack() is None:
-        return compressed_makers(attention.config)
-    return {MLA: StackMaker(False, partial(LayerStack, attention.config))}
+    if attention.dense_stack() is not None:
+        return {MLA: partial(Stack, attention)}
+    kinds = dict.fromkeys(attention.config.layer_kinds)
+    return {kind.label: partial(CompressedStack, attention.config, kind) for kind in kinds}
+
+
+# ---- layouts compared with plain TP
+
+
+def layout_of(row: Mapping[str, Any]) -> Layout:
+    """Return the layout of a row of `bench layer`."""
+    return Layout(**{name: row[name] for name in Layout._fields if name in row})
+
+
+def load_of(row: Mapping[str, Any]) -> Load:
+    """Return a row's batch and context."""
+    return row["batch"], row["context"]
+
+
+def compare_with_plain(rows: Sequence[Row], plain_rows: Sequence[Row]) -> None:
+    """Add to the rows of a step their comparison with the rows of plain TP (dcp 1) at the same load.
+
+    `scaling_efficiency`, of the total, of attention and of the selection: the time under dcp 1 / (dcp x time). 1 is
+    ideal: W ranks, each with 1 / W of the same cached tokens, take 1 / W of the time.
+    `added_us_per_layer`, of the total: the time that sharding adds to a layer outside attention and the selection; the
+    exchange of candidates counts as added. It is below zero where sharding saves more than it adds.
+    """
+    times, plain = ({row["part"]: row["median_us"] for row in step} for step in (rows, plain_rows))
+    for row in rows:
+        if row["part"] in ("total", "attention", "selection"):
+            ideal = plain[row["part"]] / row["dcp"]
+            row["scaling_efficiency"] = round(ideal / row["median_us"], 3)
+        if row["part"] == "total":
+            row["added_us_per_layer"] = round((_apart(times) - _apart(plain)) / row["num_layers"], 1)
+
+
+def _apart(times: Mapping[str, float]) -> float:
+    """Return the time of a step without attention and the selection, but with the exchange of candidates."""
+    selection = times.get("selection", 0.0) - times.get(CANDIDATES, 0.0)
+    return times["total"] - times["attention"] - selection
+
+
+def speedups_of(rows: Sequence[Row]) -> dict[Layout, list[tuple[int, float]]]:
+    """Return for each layout with a DCP size above 1 the cached tokens of all requests of each load, and the time under
+    dcp 1, with the same kind of layers and the same dtypes, over its own. A load that only fits when sharded does not
+    count.
+    """
+    totals = grouped(select(rows, part="total"), layout_of)
+    times = {layout: {load_of(row): row["median_us"] for row in of_layout} for layout, of_layout in totals}
+    plain = {layout.compared: of_loads for layout, of_loads in times.items() if layout.dcp == 1}
+    speedups = {}
+    for layout, of_loads in times.items():
+        both = plain.get(layout.compared, {}).keys() & of_loads
+        if layout.dcp > 1 and both:
+            ratios = [(load[0] * load[1], plain[layout.compared][load] / of_loads[load]) for load in both]
+            speedups[layout] = sorted(ratios)
+    return speedups
+
+
+def crossovers(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Compare every layout with a DCP size above 1 with dcp 1, the same kind of layers and the same dtypes.
+
+    Returns:
+        For each layout its fields, and `tokens`: the smallest total of cached tokens (batch x context) from which on
+        every load is faster than under dcp 1, None where the largest is not.
+    """
+    results = []
+    for layout, speedups in speedups_of(rows).items():
+        slower = max((tokens for tokens, ratio in speedups if ratio <= 1), default=0)
+        faster = min((tokens for tokens, _ in speedups if tokens > slower), default=None)
+        results.append({**layout._asdict(), "tokens": faster})
+    return results

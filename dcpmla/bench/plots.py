@@ -58,9 +58,14 @@ def save_figure(path: Path, figure: Any) -> None:
 
 
 def draw_lines(axis: Any, lines: Mapping[str, Iterable[tuple[float, float]]], x_label: str, y_label: str = "") -> None:
-    """Draw points (x, y) of lines by their labels, right of the lines' ends, x on a logarithmic scale."""
+    """Draw points (x, y) of lines by their labels, right of the lines' ends, x on a logarithmic scale; of points with
+    the same x the median.
+    """
     for label, points in lines.items():
-        axis.plot(*zip(*sorted(points), strict=True), "o-", markersize=4, label=label)
+        at: dict[float, list[float]] = {}
+        for x, y in sorted(points):
+            at.setdefault(x, []).append(y)
+        axis.plot([*at], [*map(median, at.values())], "o-", markersize=4, label=label)
     axis.set_xscale("log", base=2)
     axis.set_xlabel(x_label)
     axis.set_ylabel(y_label)
@@ -81,7 +86,7 @@ def draw_lines(axis: Any, lines: Mapping[str, Iterable[tuple[float, float]]], x_
 
 
 class Panel(NamedTuple):
-    """One of the axes of a figure: rows as lines, each point the median of the rows with the same x.
+    """One of the axes of a figure, with rows as lines.
 
     Attributes:
         names: Names of the axes, x and y.
@@ -105,11 +110,9 @@ def draw_panels(
         if panel.is_logarithmic:
             axis.set_yscale("log", base=2)
             axis.yaxis.set_major_formatter("{x:g}")
-        lines = {
-            name: [(at, median(map(panel.y, of_point))) for at, of_point in grouped(of_line, panel.x)]
-            for name, of_line in grouped(panel.rows, label)
-        }
-        draw_lines(axis, lines, *panel.names)
+        lines = grouped(panel.rows, label)
+        points = {name: [(panel.x(row), panel.y(row)) for row in of_line] for name, of_line in lines}
+        draw_lines(axis, points, *panel.names)
     save_figure(path, figure)
 
 
@@ -130,13 +133,8 @@ def draw_bars(
     axis.set_xlim(0, 1.15 * max(ends.values()) or 1)
     axis.invert_yaxis()
     if any(name for parts in stacks.values() for name in parts):
-        legend_below(axis)
-
-
-def legend_below(axis: Any) -> None:
-    """Add the names of an axis' lines or bars below the figure."""
-    handles, labels = axis.get_legend_handles_labels()
-    axis.figure.legend(handles, labels, loc="outside lower left", ncols=len(labels), frameon=False)
+        handles, labels = axis.get_legend_handles_labels()
+        axis.figure.legend(handles, labels, loc="outside lower left", ncols=len(labels), frameon=False)
 
 
 def select(rows: Sequence[Row], **setting: Any) -> list[Row]:

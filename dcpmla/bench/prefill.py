@@ -2,7 +2,6 @@
 every backend, over all keys and under masks of selected ones.
 """
 
-import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
@@ -97,14 +96,18 @@ class PrefillInputs:
         tensors = self.sets[index % len(self.sets)]
         return PrefillCall(*tensors, *self.queries, *self.keys, _SCALE, self.case.causal, self.mask)
 
-    def errors(self, result: tuple[Tensor, Tensor], _: int = 0) -> Row:
-        """Return the errors of set 0's result against float64, at some queries of the first and the last head: of out
+    def run(self, backend: Backend[PrefillCall], index: int) -> tuple[Tensor, Tensor]:
+        """Run a backend over set index % num_sets."""
+        return backend.run(self.call(index))
+
+    def errors(self, result: tuple[Tensor, Tensor], index: int) -> Row:
+        """Return the errors of a call's result against float64, at some queries of the first and the last head: of out
         relative (norms), of lse the largest.
         """
         out, lse = result
         heads = [0, self.case.heads - 1]
         rows = torch.linspace(0, self.case.tokens - 1, _CHECKED_ROWS, device=out.device).long()
-        q, k_nope, k_pe, v = self.sets[0]
+        q, k_nope, k_pe, v = self.sets[index % len(self.sets)]
         keys, values = join_keys(k_nope[:, heads], k_pe).double(), v[:, heads].double()
         scores = torch.einsum("thd,shd->ths", q[rows][:, heads].double(), keys) * _SCALE
         if self.case.causal:
@@ -148,20 +151,13 @@ class PrefillBenchmark(Benchmark[PrefillCase, PrefillInputs]):
         return PrefillInputs(case, self.dtype, self.device)
 
     def measure(self, case: PrefillCase, inputs: PrefillInputs) -> list[Row]:
-        rows = []
+        work, rows = Work(len(inputs.sets), inputs.errors, case.flops, fields={"causal": case.causal}), []
         for backend in PREFILL_BACKENDS:
             if not backend.obstacle_to(inputs.call(0)):
                 with leave_out(f"{backend.name} of {name_of(case)}", (ImportError, RuntimeError)):
-                    rows.append(self._row(backend, inputs))
+                    run = partial(inputs.run, backend)
+                    rows.append(self.kernel_row(case._asdict(), backend.name, run, work))
         return rows
-
-    def _row(self, backend: Backend[PrefillCall], inputs: PrefillInputs) -> Row:
-        start = time.perf_counter()
-        errors = inputs.errors(backend.run(inputs.call(0)))  # reading them waits for the device
-        first_call_ms = round((time.perf_counter() - start) * 1e3, 1)
-        fields = {"causal": inputs.case.causal, "first_call_ms": first_call_ms}
-        work = Work(len(inputs.sets), lambda *_: errors, inputs.case.flops, fields=fields)
-        return self.kernel_row(inputs.case._asdict(), backend.name, lambda index: backend.run(inputs.call(index)), work)
 
     @staticmethod
     def limits(row: Row) -> dict[str, float]:

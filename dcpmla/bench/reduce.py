@@ -6,29 +6,25 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dcpmla.bench.exchange_inputs import row_error
+from dcpmla.bench.exchange_inputs import AddNorm, ExchangeCase, row_error
 from dcpmla.bench.options import single
 from dcpmla.bench.results import Row, finite
 from dcpmla.bench.runner import Benchmark, Work
 from dcpmla.bench.timing import calls_per_sample, largest
 from dcpmla.cli.options import positive
 from dcpmla.comm.calls import NormedSum
-from dcpmla.comm.norm import add_norm, rms_norm
+from dcpmla.comm.norm import add_norm
 from dcpmla.comm.reduce import CollectiveReduce, select_reduce
 from dcpmla.job.join import Job
 from dcpmla.parallel.mesh import init_mesh
-from dcpmla.parallel.quantized import PlainRows, plain
+from dcpmla.parallel.quantized import PlainRows
 
-_EPS = 1e-6
 # NCCL rounds a sum of bfloat16 at every rank; the norm is rounded twice more.
 _LARGEST_ERRORS = {"bfloat16": 0.02, "float32": 1e-5}
-
-AddNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[PlainRows, Tensor]]
 
 
 class Reduced(NamedTuple):
@@ -36,32 +32,6 @@ class Reduced(NamedTuple):
 
     exchange: str
     tokens: int
-
-
-class ReduceInputs:
-    """Sets of random rows, one for each timed call and one more: partial ones of this rank, residuals of all ranks."""
-
-    def __init__(self, num_calls: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
-        def draw(seed: int, *sizes: int) -> Tensor:
-            generator = torch.Generator(device).manual_seed(seed)
-            return torch.randn(sizes, generator=generator, dtype=dtype, device=device)
-
-        self.partials_of: Callable[[int], Tensor] = lambda rank: draw(1 + rank, num_calls + 1, *shape)
-        self.partials, self.residuals = self.partials_of(dist.get_rank()), draw(0, num_calls + 1, *shape)
-        self.weight = draw(0, shape[1])
-
-    def run(self, add_norm: AddNorm, index: int) -> None:
-        """Run one timed call; collectives leave their sum in the set."""
-        add_norm(self.partials[index], self.residuals[index], self.weight, _EPS)
-
-    def error(self, add_norm: AddNorm) -> float:
-        """Return the largest error of a call on the last set, relative to its row. Collective over the job."""
-        normed, residual = add_norm(self.partials[-1].clone(), self.residuals[-1], self.weight, _EPS)
-        answer = self.residuals[-1].double()
-        for rank in range(dist.get_world_size()):
-            answer += self.partials_of(rank)[-1]
-        answer_normed = rms_norm(answer, self.weight.double(), _EPS)
-        return max(row_error(plain(normed), answer_normed), row_error(residual, answer))
 
 
 class SymmMemReduce:
@@ -87,7 +57,7 @@ class SymmMemReduce:
         return normed, new_residual
 
 
-class ReduceBenchmark(Benchmark[Reduced, ReduceInputs]):
+class ReduceBenchmark(Benchmark[Reduced, AddNorm]):
     """Every backend on the same rows."""
 
     options = {
@@ -101,7 +71,8 @@ class ReduceBenchmark(Benchmark[Reduced, ReduceInputs]):
         num_ranks, device = job.ranks.num_ranks, self.device
         group = init_mesh(num_ranks, 1).tp_group
         selected = select_reduce(group, device)
-        self.backends: dict[str, AddNorm] = {selected.name: selected.add_norm}
+        self.group = group
+        self.backends: dict[str, Callable[..., tuple[PlainRows, Tensor]]] = {selected.name: selected.add_norm}
         if selected.name == "direct":
             memory = symmetric_memory.empty(max(args.tokens) * args.row_width, dtype=self.dtype, device=device)
             self._handle = symmetric_memory.rendezvous(memory, group.group_name)
@@ -113,16 +84,19 @@ class ReduceBenchmark(Benchmark[Reduced, ReduceInputs]):
     def cases(self) -> Iterator[Reduced]:
         return (Reduced(name, tokens) for tokens in self.args.tokens for name in self.backends)
 
-    def inputs(self, case: Reduced) -> ReduceInputs:
-        shape = case.tokens, self.args.row_width
-        return self.kept.get(shape, lambda: ReduceInputs(calls_per_sample(self.device), shape, self.dtype, self.device))
+    def inputs(self, case: Reduced) -> AddNorm:
+        sizes = calls_per_sample(self.device), case.tokens, 0, self.args.row_width, 0
+        return self.kept.get(sizes, lambda: AddNorm(ExchangeCase(self.group, *sizes, self.device, self.dtype)))
 
-    def measure(self, case: Reduced, inputs: ReduceInputs) -> list[Row]:
-        backend, ranks = self.backends[case.exchange], self.job.ranks
-        error = {"error": finite(largest(inputs.error(backend), self.device))}  # before sums are left in the rows
+    def measure(self, case: Reduced, inputs: AddNorm) -> list[Row]:
+        backend, ranks, num_calls = self.backends[case.exchange], self.job.ranks, inputs.case.num_calls
+        kept = inputs.partials[-1].clone()
+        errors = map(row_error, inputs.run(backend, num_calls), inputs.answer(num_calls))
+        error = {"error": finite(largest(max(errors), self.device))}
+        inputs.partials[-1] = kept
         fields = {"operation": "add_norm", "row_width": self.args.row_width}
         fields |= {"tp": ranks.num_ranks, "gpus_per_node": ranks.num_local_ranks}
-        work = Work(calls_per_sample(self.device), lambda *_: error, fields=fields)
+        work = Work(num_calls, lambda *_: error, fields=fields)
         return [self.kernel_row(case._asdict(), "", partial(inputs.run, backend), work)]
 
     @staticmethod

@@ -179,7 +179,7 @@ class Benchmark(Generic[Case, Inputs]):
         for row in rows:
             label = named((name for name in self.series if name not in known), row)
             wrong = ", ".join(f"{name} {row[name]}" for name in self.wrong(row))
-            results = "  ".join(results_of(row))
+            results = "  ".join(results_of(row, known))
             lines.append(f"{label}  {results}".strip() + (f"   WRONG: {wrong}" if wrong else ""))
         lines = lines or ["no kernel took this case"]
         return f"{name_of(case)}:" + ("\n    " if len(lines) > 1 else " ") + "\n    ".join(lines)

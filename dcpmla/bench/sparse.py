@@ -17,7 +17,7 @@ from dcpmla.attention.select.scores import index_scores
 from dcpmla.attention.select.slots import SlotLayout
 from dcpmla.attention.select.step import SelectedTokens
 from dcpmla.attention.select.topk import choose_tokens, local_candidates
-from dcpmla.bench.cache_formats import fill_index_keys, fill_randomly, fill_shared_rows, kv_scale_of, storage_dtype
+from dcpmla.bench.cache_formats import fill_randomly, fill_slots, kv_scale_of, storage_dtype
 from dcpmla.bench.decode_inputs import LATENT_DIM, ROPE_DIM, Caches, DecodeCase, DecodeInputs
 from dcpmla.bench.exchange_inputs import exchanges_of
 from dcpmla.bench.options import directory_of, listed, single
@@ -26,7 +26,8 @@ from dcpmla.bench.results import Row
 from dcpmla.bench.runner import Benchmark
 from dcpmla.bench.timing import Operation, largest, num_rotated
 from dcpmla.cache import formats, shared_format
-from dcpmla.cache.index_keys import index_row_width, index_storage_dtype, index_to_fp8
+from dcpmla.cache.index_keys import index_row_width, index_storage_dtype, index_to_fp8, write_index_keys
+from dcpmla.cache.shared_rows import write_rows
 from dcpmla.cli.options import positive, positive_list
 from dcpmla.comm.exchange import Exchange, LocalExchange
 from dcpmla.config import DCPConfig
@@ -114,7 +115,7 @@ class SelectionInputs:
         self.index_bytes = case.batch * case.num_local * width * storage.itemsize
         self.num_sets = num_rotated(num_blocks * BLOCK_SIZE * width * storage.itemsize, device)
         self.index_cache = torch.empty(self.num_sets * num_blocks, BLOCK_SIZE, width, dtype=storage, device=device)
-        fill_index_keys(self.index_cache, _INDEX_DIM, dtype)
+        fill_slots(self.index_cache, _INDEX_DIM, dtype, write_index_keys)
         self.block_tables = case.block_tables(self.num_sets, device)
         self.q = torch.randn(self.num_sets, case.batch, num_heads, _INDEX_DIM, dtype=dtype, device=device)
         self.weights = torch.randn(self.q.shape[:3], device=device) * (num_heads * _INDEX_DIM) ** -0.5
@@ -239,7 +240,10 @@ class SelectedRows(Caches):
         num_caches = num_rotated(num_blocks * BLOCK_SIZE * row_bytes, device)
         num_sets = num_rotated(-(-case.batch * case.topk // case.dcp) * row_bytes, device)
         self.blocks = torch.empty(shape_of(num_caches * num_blocks * BLOCK_SIZE), dtype=storage, device=device)
-        (fill_shared_rows if case.is_shared else fill_randomly)(self.blocks, LATENT_DIM, dtype)
+        if case.is_shared:
+            fill_slots(self.blocks, LATENT_DIM, dtype, write_rows)
+        else:
+            fill_randomly(self.blocks, LATENT_DIM, dtype)
         rows = self.blocks if case.is_shared else self.blocks.view(-1, 1, width)
         self.rows = rows.expand(num_sets, *rows.shape)
         is_mine = torch.rand(case.batch, case.topk, device=device) * case.dcp < 1

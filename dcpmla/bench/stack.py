@@ -1,24 +1,30 @@
-"""A stack of attention layers with random weights: a decode step without MLPs, timed as a whole and part by part."""
+"""A stack of attention layers with random weights: a step without MLPs, timed as a whole and part by part."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dcpmla.attention.backends.calls import decode_workspace
+from dcpmla.attention.mla.decode import decode_call, mla_decode
+from dcpmla.attention.mla.layer import PROJECT_FIRST_TOKENS
 from dcpmla.attention.placement import Placement
+from dcpmla.attention.projection_calls import ValueProjection
+from dcpmla.attention.projections import project_values
 from dcpmla.attention.stack import Stack as AttentionStack
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.attention.step.table import StepRequests
+from dcpmla.bench.cache_formats import KV_SCALE, fill_randomly
 from dcpmla.bench.timing import Operation, Timing, calls_over, num_rotated, time_operation
+from dcpmla.cache.formats import to_fp8
 from dcpmla.cache.layers import Cache
 from dcpmla.comm.exchange import LocalExchange
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from dcpmla.parallel.mesh import DCPMesh
+from dcpmla.parallel.quantized import unpack
 
 CANDIDATES = "candidates"  # exchange of the selection, also timed alone
 _ORDER = ("total", "projections", "selection", CANDIDATES, "gather", "attention", "combine", "output")
@@ -28,52 +34,42 @@ MOST_STEPS = 32  # over different blocks: nodes of a graph that small caches may
 _SAMPLE_SECONDS = 0.2  # limit for the samples of one part
 
 
-class StackMaker(NamedTuple):
-    """A maker of stacks of one kind of a model's layers.
-
-    Attributes:
-        has_indexer: Whether the layers have an indexer, whose cache may have a format of its own.
-        new: Function that takes a stack's sizes and fields of DCPConfig.
-    """
-
-    has_indexer: bool
-    new: Callable[..., "Stack"]
-
-
 @dataclass(frozen=True)
 class StackSizes:
-    """Number of layers and their load.
+    """Number of layers and their step.
 
     Attributes:
         mesh: Mesh of this job; the cache is sharded over its DCP group.
         num_layers: Number of layers, each with its own weights and cache, random.
-        context: Number of cached tokens of each of `batch` requests.
+        query_lens, seq_lens: New tokens of each request, and its tokens with those before them.
+        routes: Options of `StepBuilder.build` on the routes of attention.
     """
 
     mesh: DCPMesh
     num_layers: int
-    batch: int
-    context: int
+    query_lens: Sequence[int]
+    seq_lens: Sequence[int]
     device: torch.device
     dtype: torch.dtype
+    routes: Mapping[str, int] = field(default_factory=dict)
 
     def dcp_config(self, **options: Any) -> DCPConfig:
         """Return the layout on the mesh, with other fields of DCPConfig as options."""
+        options.setdefault("kv_cache_scale", KV_SCALE if options.get("kv_cache_dtype") == "fp8" else None)
         mesh = self.mesh
         return DCPConfig(tensor_parallel_size=mesh.tp_size, decode_context_parallel_size=mesh.dcp_size, **options)
 
 
-class Stack(ABC):
-    """Attention layers, residual around each, over caches that hold `batch` requests of `context` tokens.
+class Stack:
+    """Layers of dense MLA, residual around each, over caches that hold the requests of a step. A subclass has layers of
+    another kind.
 
-    Consecutive calls take other rows of the caches, so many that the L2 holds none when its turn comes again. A
-    subclass fills the caches, and runs the parts that differ from layer to layer.
+    Consecutive calls take other rows of the caches, so many that the L2 holds none when its turn comes again.
 
     Args:
-        attention: Layers, all alike.
-        sizes: Load of the layers.
+        attention: A model's layers, all alike; the first one is repeated.
+        sizes: Step of the layers.
         dcp: Layout and formats of the caches, exchange of decode.
-        row_dim: Width of the rows that are merged; None where attention's rows are.
     Attributes:
         config: Geometry of the layers.
         reads: Rows and keys that a request's token reads in each layer.
@@ -82,19 +78,20 @@ class Stack(ABC):
         layers: Layers, each with its own weights, random.
         cache: Caches of all layers.
         metadata: Metadata of each step; steps take other rows.
-        hidden: Inputs of the steps [num_steps, batch, hidden].
+        hidden: Inputs of the steps [num_steps, tokens, hidden].
+        projects_first: Whether a step projects before it merges, which needs PROJECT_FIRST_TOKENS.
         q, rows, lse: Queries, merged rows and their LSE, of this rank's heads.
-        group_q, group_rows, group_lse: The same of the group's heads, before the merge.
+        group_q, group_rows, group_lse: The same of the group's heads, before the merge; group_out: Rows to project.
     Raises:
         ValueError: Heads do not divide, options that the layers do not have, or a cache that does not fit.
     """
 
-    def __init__(
-        self, attention: AttentionStack, sizes: StackSizes, dcp: DCPConfig, row_dim: int | None = None
-    ) -> None:
-        mesh, batch, context, device, dtype = sizes.mesh, sizes.batch, sizes.context, sizes.device, sizes.dtype
+    def __init__(self, attention: AttentionStack, sizes: StackSizes, dcp: DCPConfig) -> None:
+        attention = AttentionStack(attention.config, attention.layers[:1] * sizes.num_layers)
+        mesh, device, dtype = sizes.mesh, sizes.device, sizes.dtype
+        batch, num_tokens = len(sizes.query_lens), sum(sizes.query_lens)
         self.config, self.dcp, self.device, self.dtype = attention.config, dcp, device, dtype
-        self.reads = reads = attention.layers[0].reads(context)
+        self.reads = reads = attention.layers[0].reads(max(sizes.seq_lens))
         missing = ("gather", "combine") if mesh.dcp_size == 1 else ("gather",) if dcp.dcp_q_replicate else ()
         if not reads.num_keys:
             missing = (*missing, "selection")
@@ -105,12 +102,15 @@ class Stack(ABC):
         for layer in self.layers:
             for parameter in layer.parameters():
                 parameter.normal_(std=_WEIGHT_STD)
-        one = attention.plan_cache(dcp, [context] * batch, dtype, batch)
-        self.attended_bytes = sizes.num_layers * batch * -(-reads.num_rows // mesh.dcp_size) * self.row_bytes(one)
+        one = attention.plan_cache(dcp, sizes.seq_lens, dtype, batch)
+        row_bytes = attention.layers[0].row_bytes(dcp.kv_cache_dtype)  # of rows in bfloat16, if they are plain
+        if dcp.kv_cache_dtype == "auto":
+            row_bytes = row_bytes * dtype.itemsize // 2
+        self.attended_bytes = sizes.num_layers * batch * -(-reads.num_rows // mesh.dcp_size) * row_bytes
         # Selections take different rows of the same blocks, so that many need no more memory than few.
         num_steps = num_rotated(self.attended_bytes, device, MOST_STEPS)
         num_sets = min(num_steps, num_rotated(one.bytes_per_rank, device))
-        plan = attention.plan_cache(dcp, [context] * batch * num_sets, dtype, batch * num_steps)
+        plan = attention.plan_cache(dcp, [max(sizes.seq_lens)] * batch * num_sets, dtype, batch * num_steps)
         self.cache: Cache = plan.allocate(device)
         for cache in self.cache:
             self.fill(cache)
@@ -119,28 +119,29 @@ class Stack(ABC):
         workspace, steps = decode_workspace(device), attention.step_builder(plan, dcp, mesh.dcp_rank, device)
         self.metadata: list[StepMetadata] = []
         for index, of_step in enumerate(states):
-            requests = StepRequests([1] * batch, [context] * batch, blocks[index % num_sets], of_step)
-            step = steps.build(requests, workspace=workspace)
+            requests = StepRequests(sizes.query_lens, sizes.seq_lens, blocks[index % num_sets], of_step)
+            step = steps.build(requests, workspace=workspace, **sizes.routes)
             self.metadata.append(attention.prepare(step, self._draw_angles, dtype))
         heads = [self.config.num_heads // mesh.tp_size * size for size in (1, mesh.dcp_size)]
-        row_dim = row_dim or reads.out_dim
-        self.hidden = self.randn(num_steps, batch, self.config.hidden_size)
-        self.q, self.group_q = (self.randn(batch, number, reads.query_dim) for number in heads)
-        self.rows, self.group_rows = (self.randn(batch, number, row_dim) for number in heads)
-        self.lse, self.group_lse = (torch.randn(batch, number, device=device) for number in heads)
+        self.projects_first = dcp.dcp_project_before_merge and num_tokens >= PROJECT_FIRST_TOKENS
+        row_dim = self.config.v_head_dim if self.projects_first else reads.out_dim
+        self.hidden = self.randn(num_steps, num_tokens, self.config.hidden_size)
+        self.q, self.group_q = (self.randn(num_tokens, number, reads.query_dim) for number in heads)
+        self.rows, self.group_rows = (self.randn(num_tokens, number, row_dim) for number in heads)
+        self.group_out = self.randn(num_tokens, heads[1], reads.out_dim)
+        self.lse, self.group_lse = (torch.randn(num_tokens, number, device=device) for number in heads)
+        if (q_scale := getattr(self.layers[0], "q_scale", None)) is not None:
+            self.q, self.group_q = to_fp8(self.q, q_scale), to_fp8(self.group_q, q_scale)
 
-    @abstractmethod
-    def row_bytes(self, plan: Any) -> int:
-        """Return the bytes of a cached row of a plan."""
-
-    @abstractmethod
     def fill(self, cache: Any) -> None:
         """Fill a layer's cache with random rows."""
+        fill_randomly(cache.latents, self.config.kv_lora_rank, self.dtype)
 
     @property
-    @abstractmethod
     def rope_dim(self) -> int:
         """Return the number of columns with positions."""
+        rope_dim: int = self.config.qk_rope_head_dim
+        return rope_dim
 
     def _draw_angles(self, positions: Tensor, _: str) -> Tensor:
         return torch.randn(len(positions), self.rope_dim, device=self.device)
@@ -150,7 +151,7 @@ class Stack(ABC):
         return torch.randn(shape, device=self.device, dtype=self.dtype)
 
     def operations(self) -> dict[str, Operation]:
-        """Return the whole step ("total"), the parts and CANDIDATES, which is what a selection exchanges.
+        """Return the whole step ("total"), the parts and, where layers select, CANDIDATES, the selection's exchange.
 
         Parts: "projections", all before the exchange of queries, or before attention where queries are replicated, but
         for "selection", from its queries to the rows selected, all ranks' candidates among it; "gather"; "attention"
@@ -202,7 +203,7 @@ class Stack(ABC):
         return {"total": total, "attention": self.attended_bytes}
 
     def step(self, index: int = 0) -> Tensor:
-        """Return the hidden states [batch, hidden] after all layers."""
+        """Return the hidden states [tokens, hidden] after all layers."""
         hidden, metadata = self.inputs(index)
         for layer, cache in zip(self.layers, self.cache, strict=True):
             hidden = hidden + layer(hidden, cache, metadata)
@@ -224,16 +225,26 @@ class Stack(ABC):
                 layer.exchange = exchange
             raise RuntimeError("a layer attends without its exchange: the end of its projections is unknown")
 
-    @abstractmethod
     def attend(self, index: int) -> None:
         """Attend with the group's heads to this rank's rows."""
+        hidden, metadata = self.inputs(index)
+        decode, sizes = metadata.decode, (self.config.softmax_scale, self.config.kv_lora_rank)
+        assert decode is not None
+        for layer, cache in zip(self.layers, self.cache, strict=True):
+            options = {"kv_scale": layer.kv_scale, "q_scale": layer.q_scale, "dtype": hidden.dtype}
+            mla_decode(decode_call(self.group_q, cache.latents, decode, *sizes, **options))
 
-    @abstractmethod
     def finish(self, index: int) -> None:
-        """Run all after the merge."""
+        """Run all after the merge: W_UV, before or after the merge, o_proj and its all-reduce."""
+        for layer in self.layers:
+            if self.projects_first:
+                project_values(ValueProjection(self.group_out, *unpack(layer.w_uv(slice(None)))))
+                layer.o_proj(self.rows.flatten(1))
+            else:
+                layer.o_proj(project_values(ValueProjection(self.rows, *unpack(layer.w_uv(layer.kv_heads.own)))))
 
     def inputs(self, index: int) -> tuple[Tensor, StepMetadata]:
-        """Return the hidden states [batch, hidden] and the metadata of a call."""
+        """Return the hidden states [tokens, hidden] and the metadata of a call."""
         index %= len(self.metadata)
         return self.hidden[index], self.metadata[index]
 

@@ -1,4 +1,4 @@
-"""Measure kernels, the exchange, steps of layers and models, and loads; `bench NAME --help` says more."""
+"""Measure kernels, the exchange, and steps of layers and models; `bench NAME --help` says more."""
 
 import argparse
 from importlib import import_module
@@ -26,7 +26,6 @@ BENCHMARKS = {  # by the module of dcpmla.bench: the benchmark's class, and its 
         "a layer's step of turns, few new tokens after long contexts, by both routes of attention",
     ),
     "generate": ("Generate", "decode steps of a whole model, with and without CUDA graphs, per batch"),
-    "serve": ("Serve", "a synthetic load: how many requests fit, throughput and latencies, per DCP size"),
 }
 
 

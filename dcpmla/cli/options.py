@@ -29,15 +29,15 @@ if TYPE_CHECKING:  # these import transformers, which only commands that run a m
     from dcpmla.runtime.graph import StepGraph
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser, dcp_sizes: Callable[[str], object] = int) -> None:
-    """Add the options of a model, its layout and its engine; dcp_sizes reads the value of -dcp."""
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a model, its layout and its engine."""
     add = parser.add_argument
     add("--model", required=True, metavar="DIR_OR_ID", help="directory of a safetensors checkpoint, or a hub id")
     add("--revision", metavar="REV", help="branch, tag or commit of a hub id; default: its main branch")
     tp = "ranks that cut the heads; all ranks of the job"
     add("-tp", "--tensor-parallel-size", type=int, default=1, metavar="N", help=tp)
     dcp = "ranks that share one cache; divides -tp"
-    add("-dcp", "--decode-context-parallel-size", type=dcp_sizes, default="1", metavar="D", help=dcp)
+    add("-dcp", "--decode-context-parallel-size", type=int, default=1, metavar="D", help=dcp)
     add("--max-model-len", type=int, metavar="L", help="longest sequence, prompt and answer; default: the model's")
     names = [field.name for field in fields(DCPConfig) if field.name not in _APART]
     options = {"exchange_timeout": "--dcp-exchange-timeout", "check_exchange": "--dcp-check-exchange"}

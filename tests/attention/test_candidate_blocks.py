@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.select.blocks import Candidates
-from dcpmla.attention.select.topk import local_candidates
 from dcpmla.ownership import Owner
 from tests.support.kernels import on_both
 
@@ -47,10 +46,8 @@ def test_ranks_choose_as_one(num_ranks: int, interleave: int, device: str) -> No
         blocks = torch.full((NUM_TOKENS, NUM_BLOCKS), 10**6, dtype=torch.int32, device=device)
         candidates, local = Candidates(blocks, SIZE, True), owner.local_seq_lens(LENS)
         shard, later = (torch.full((NUM_TOKENS, width), torch.nan) for _ in range(2))
-        shard[:, : len(owned[rank])], later[:, : len(owned[rank])] = (
-            scores[:, owned[rank]],
-            later_scores[:, owned[rank]],
-        )
+        shard[:, : len(owned[rank])] = scores[:, owned[rank]]
+        later[:, : len(owned[rank])] = later_scores[:, owned[rank]]
         shard, later, lens = shard.to(device), later.to(device), (LENS.to(device), local.to(device))
         candidates.choose(shard, lens, owner, gather)
         candidates.exclude_(later, owner)
@@ -72,11 +69,3 @@ def test_ranks_choose_as_one(num_ranks: int, interleave: int, device: str) -> No
         assert (candidates.blocks[0] == -1).all()
         is_inside = expected.repeat_interleave(SIZE, 1)[:, owned[rank]]
         assert torch.equal(left, later_scores[:, owned[rank]].masked_fill(~is_inside, -torch.inf))
-
-
-def test_scores_outside_are_not_chosen() -> None:
-    """An excluded key comes after all others, whatever their scores."""
-    scores = torch.tensor([[-5.0, -torch.inf, -7.0, -torch.inf]])
-    lens = torch.tensor([4], dtype=torch.int32)
-    best = local_candidates(scores, lens, lens, 2, Owner())
-    assert (2**31 - 1 - (best & 0xFFFFFFFF)).tolist() == [[0, 2]]

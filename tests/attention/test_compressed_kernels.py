@@ -13,7 +13,9 @@ from torch import Tensor
 
 from dcpmla.attention.layers.compressed import projections
 from dcpmla.attention.layers.compressed.calls import WindowWrite
+from dcpmla.attention.layers.compressed.kernels import projections as kernels
 from dcpmla.cache.shared_format import ROPE_DIM, rows_shape
+from dcpmla.cache.shared_kernels import read_pages_kernel, read_shared_rows
 from dcpmla.cache.shared_rows import read_rows, write_rows
 from dcpmla.parallel.quantized import quantize_groups
 from tests.attention.test_small_kernels import with_dtypes
@@ -36,7 +38,7 @@ def assert_near(got: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(got.double().cpu(), wanted.double(), atol=tolerance, rtol=tolerance, equal_nan=True)
 
 
-def rows_case(sizes: tuple[int, int, int], dtype: torch.dtype, storage: torch.dtype) -> list[Any]:
+def rows_case(sizes: tuple[int, int, int], dtype: torch.dtype, storage: torch.dtype) -> WindowWrite:
     """Arguments of `norm_rope_window`: a prefill longer than its window, decodes, padding; a row of zeros."""
     q_rank, width, rope = sizes
     lens, ends, states = (9, 1, 1, 1, 1), (21, 1, 5, 200, 0), (2, 0, 40, 1, -1)
@@ -51,30 +53,26 @@ def rows_case(sizes: tuple[int, int, int], dtype: torch.dtype, storage: torch.dt
     cache.view(torch.uint8).fill_(POISON)
     weights = 0.5 + randn(q_rank, seed=1).abs(), 0.5 + randn(width, seed=2).abs()
     per_request = torch.tensor(ends, dtype=torch.int32), torch.tensor(states, dtype=torch.int32)
-    return [down, cache, *weights, 1e-3, randn(len(positions), rope, seed=4), positions, request, *per_request, RING]
+    cos_sin = randn(len(positions), rope, seed=4)
+    return WindowWrite(down, cache, *weights, 1e-3, cos_sin, positions, request, *per_request, RING)
 
 
 def check_finish_rows(device: str) -> None:
     """Check that rows are as the torch code's, and a cache, byte by byte, as it makes them of the kernel's rows."""
-    from dcpmla.attention.layers.compressed.kernels import projections as kernels
-
     sizes = (V4, ODD, *FP8_SIZES) if device == "cuda" else (ODD, *FP8_SIZES[:2])
     for size, dtype in with_dtypes(device, sizes):
-        arguments = rows_case(size, dtype, dtype)
-        moved = on(device, arguments)
-        wanted, got = (
-            projections.norm_rope_window(WindowWrite(*arguments)),
-            kernels.norm_rope_window(WindowWrite(*moved)),
-        )
+        call = rows_case(size, dtype, dtype)
+        moved = on(device, call)
+        wanted, got = projections.norm_rope_window(call), kernels.norm_rope_window(moved)
         for mine, theirs in zip(got[:2], wanted[:2], strict=True):
             assert_near(mine, theirs)
-        check_written(arguments, moved[1], got[1].cpu())
+        check_written(call, moved.cache, got[1].cpu())
         if size[2] == ROPE_DIM:
-            arguments = rows_case(size, dtype, torch.uint8)
-            moved = on(device, arguments)
-            rounded = kernels.norm_rope_window(WindowWrite(*moved))[1].cpu()
-            check_written(arguments, moved[1], got[1].cpu())
-            page = torch.empty_like(arguments[1])
+            call = rows_case(size, dtype, torch.uint8)
+            moved = on(device, call)
+            rounded = kernels.norm_rope_window(moved)[1].cpu()
+            check_written(call, moved.cache, got[1].cpu())
+            page = torch.empty_like(call.cache)
             everywhere = torch.arange(len(rounded))
             write_rows(page, got[1].cpu(), everywhere)
             assert torch.equal(rounded[:-1], read_rows(page, everywhere, size[1], dtype)[:-1])  # the last is NaN
@@ -82,28 +80,26 @@ def check_finish_rows(device: str) -> None:
 
 def check_quantized(device: str) -> None:
     """Check that query latents are what they are alone, and codes and scales what `quantize_groups` makes of them."""
-    from dcpmla.attention.layers.compressed.kernels import projections as kernels
-
     for size, dtype in itertools.product((V4, GROUPS) if device == "cuda" else (GROUPS,), DTYPES):
-        arguments = rows_case(size, dtype, dtype)
-        arguments[0] = arguments[0].nan_to_num(0.0)
-        alone, _, *nothing = kernels.norm_rope_window(WindowWrite(*on(device, arguments)))
-        q_c, _, *found = kernels.norm_rope_window(WindowWrite(*on(device, arguments), True))
+        call = rows_case(size, dtype, dtype)
+        call = call._replace(down=call.down.nan_to_num(0.0))
+        alone, _, *nothing = kernels.norm_rope_window(on(device, call))
+        q_c, _, *found = kernels.norm_rope_window(on(device, call)._replace(quantizes=True))
         assert torch.equal(q_c, alone)
         assert not any(part.numel() for part in nothing)
         for mine, theirs in zip(found, quantize_groups(q_c.cpu(), 128), strict=True):
             assert torch.equal(bytes_of(mine), bytes_of(theirs))
-        q_c, _, *found = projections.norm_rope_window(WindowWrite(*arguments, True))
+        q_c, _, *found = projections.norm_rope_window(call._replace(quantizes=True))
         for mine, theirs in zip(found, quantize_groups(q_c, 128), strict=True):
             assert torch.equal(mine.float(), theirs.float())
 
 
-def check_written(arguments: list[Any], cache: Tensor, rows: Tensor) -> None:
+def check_written(call: WindowWrite, cache: Tensor, rows: Tensor) -> None:
     """Check a cache against one that rows are written to by the torch code, over poison."""
-    _, again, _, _, _, _, positions, request, seq_lens, states, ring = arguments
-    is_kept = (states[request] >= 0) & (seq_lens[request] - positions <= ring)
+    again, positions, request, states = call.cache, call.positions, call.request, call.states
+    is_kept = (states[request] >= 0) & (call.seq_lens[request] - positions <= RING)
     again.view(torch.uint8).fill_(POISON)
-    write_rows(again, rows, (states[request].long() * ring + positions % ring).where(is_kept, -1))
+    write_rows(again, rows, (states[request].long() * RING + positions % RING).where(is_kept, -1))
     assert torch.equal(bytes_of(cache), bytes_of(again))
 
 
@@ -118,8 +114,6 @@ def heads_case(num_tokens: int, num_heads: int, width: int, rope: int, dtype: to
 
 
 def check_heads(device: str) -> None:
-    from dcpmla.attention.layers.compressed.kernels import projections as kernels
-
     shapes = [(3, 5, 40, 6), (2, 3, 256, 64), (0, 3, 128, 64)]
     if device == "cuda":
         shapes += [(1, 64, 512, 64), (70, 128, 512, 64), (5, 1, 128, 64)]
@@ -145,8 +139,6 @@ def check_heads(device: str) -> None:
 
 
 def check_reading(device: str) -> None:
-    from dcpmla.cache.shared_kernels import read_shared_rows
-
     slots = torch.tensor([[3, 3, 0], [127, 64, 130]])
     for width, dtype in with_dtypes(device, (128, 192, 512)):
         cache = torch.empty(rows_shape(140, width, torch.uint8), dtype=torch.uint8)
@@ -171,18 +163,12 @@ def test_operators_run_the_kernels() -> None:
     for dtype in (*DTYPES, torch.float64):
         tolerance = TOLERANCE.get(dtype, 1e-6)
         rows, heads = rows_case(V4, dtype, dtype), heads_case(5, 8, 512, 64, dtype)
-        on_gpu = on("cuda", rows)
-        wanted = [
-            *projections.norm_rope_window(WindowWrite(*rows))[:2],
-            rows[1],
-            projections.unrope_heads(*heads, False)[0],
-        ]
-        got = [
-            *projections.norm_rope_window(WindowWrite(*on_gpu))[:2],
-            on_gpu[1],
-            projections.unrope_heads(*on("cuda", heads), False)[0],
-        ]
-        for mine, theirs in zip(got, wanted, strict=True):
+        found = []
+        for device in ("cuda", "cpu"):
+            call = on(device, rows)
+            out, _ = projections.unrope_heads(*on(device, heads), False)
+            found.append([*projections.norm_rope_window(call)[:2], call.cache, out])
+        for mine, theirs in zip(*found, strict=True):
             torch.testing.assert_close(mine.cpu(), theirs, atol=tolerance, rtol=tolerance, equal_nan=True)
 
 
@@ -191,15 +177,14 @@ def test_operators(device: str) -> None:
     """Check schema, shapes and strides that tracing is told, what is written: `torch.library.opcheck`."""
     for dtype in (torch.float32, torch.bfloat16):
         rows, heads = rows_case(FP8_SIZES[0], dtype, torch.uint8), on(device, heads_case(3, 2, 128, 64, dtype))
-        rows[0] = rows[0].nan_to_num(0.0)
-        torch.library.opcheck(projections.norm_rope_window.op, [*on(device, rows), False])
-        torch.library.opcheck(
-            projections.norm_rope_window.op, [*on(device, rows_case(GROUPS, dtype, dtype)), True], test_utils=_CHECKS
-        )
+        rows = rows._replace(down=rows.down.nan_to_num(0.0))
+        torch.library.opcheck(projections.norm_rope_window.op, on(device, rows))
+        quantized = on(device, rows_case(GROUPS, dtype, dtype)._replace(quantizes=True))
+        torch.library.opcheck(projections.norm_rope_window.op, quantized, test_utils=_CHECKS)
         torch.library.opcheck(projections.norm_rope_query_.op, [heads[0].nan_to_num(0.0), 1e-6, heads[3]])
         torch.library.opcheck(projections.unrope_heads.op, [*heads, False])
         torch.library.opcheck(projections.unrope_heads.op, [*heads, True])
-        torch.library.opcheck(read_rows.op, on(device, [rows[1].zero_(), torch.tensor([[1, 2]]), 128, dtype]))
+        torch.library.opcheck(read_rows.op, on(device, [rows.cache.zero_(), torch.tensor([[1, 2]]), 128, dtype]))
 
 
 def test_groups_of_a_quantized_output() -> None:
@@ -220,20 +205,20 @@ ROW = {"WIDTH": 512, "ROPE": 64, "PAIRS": 256}
 @pytest.mark.parametrize("cache", ["plain", "u8"])
 def test_kernels_compile_for_hopper(dtype: str, cache: str) -> None:
     """Rows move in wide loads and stores, but those of e4m3."""
-    pytest.importorskip("triton")
-    from dcpmla.attention.layers.compressed.kernels.projections import heads_kernel, query_kernel, rows_kernel
-    from dcpmla.cache.shared_kernels import read_pages_kernel
-
     types = {**TYPES, "cache_ptr": "*u8" if cache == "u8" else f"*{dtype}", "codes_ptr": "*fp8e4nv"}
     codes = {} if cache == "u8" else {"codes_ptr": None, "scales_ptr": None}
-    ptx_for_hopper(rows_kernel, dtype, {**ROW, "Q_RANK": 1536, "Q_RANK_P": 2048, **codes}, **types)
+    ptx_for_hopper(kernels.rows_kernel, dtype, {**ROW, "Q_RANK": 1536, "Q_RANK_P": 2048, **codes}, **types)
     if cache == "u8":
         ptx_for_hopper(
             read_pages_kernel, dtype, {"WIDTH": 512, "ROWS": 8, "COLUMNS": 512}, **types, out_ptr=f"*{dtype}"
         )
-        ptx_for_hopper(heads_kernel, dtype, {**ROW, "NUM_HEADS": 64, "ROWS": 1}, **types, out_ptr="*fp8e4nv")
+        ptx_for_hopper(kernels.heads_kernel, dtype, {**ROW, "NUM_HEADS": 64, "ROWS": 1}, **types, out_ptr="*fp8e4nv")
         return
-    for kernel, constants in ((query_kernel, {}), (query_kernel, {"eps": None}), (heads_kernel, {"scales_ptr": None})):
+    for kernel, constants in (
+        (kernels.query_kernel, {}),
+        (kernels.query_kernel, {"eps": None}),
+        (kernels.heads_kernel, {"scales_ptr": None}),
+    ):
         for rows in (1, 4):
             ptx = ptx_for_hopper(kernel, dtype, {**ROW, "NUM_HEADS": 64, "ROWS": rows, **constants}, **types)
             assert re.search(r"ld\.global\.v[24]\.b32", ptx)

@@ -20,7 +20,7 @@ from dcpmla.attention.step.table import StepRequests
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.families.table import attention_of
 from tests.support.layouts import dcp_config
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 HIDDEN, WINDOW, RATIOS, PADDING = 48, 8, (4, 16), 2
 # By request, the tokens of each step, 0 for none: a request ends at multiples of either ratio, and before and after
@@ -38,6 +38,8 @@ MIXED = (
     (20, 33, 30, 17),
 )
 TOKEN_BY_TOKEN = ((1, 33), *[(1, 1)] * 64)
+# Of eight ranks, most attend to no entries: 4 tokens of each request are one rank's first, or nobody's.
+FEWER_ENTRIES_THAN_RANKS = ((4, 3, 16, 1), (1, 1, 1, 3))
 
 
 def tiny(**changes: Any) -> DeepseekV4Config:
@@ -199,6 +201,7 @@ def layout(tp: int, dcp: int, interleave: int, **options: Any) -> DCPConfig:
         (layout(2, 2, 1), (MIXED, TOKEN_BY_TOKEN)),
         (layout(3, 3, 1, dcp_comm_backend="a2a", dcp_q_replicate=True), (MIXED,)),
         (layout(4, 2, 2, dcp_comm_backend="a2a", block_size=16), (MIXED,)),
+        (layout(8, 8, 1), (FEWER_ENTRIES_THAN_RANKS,)),
         pytest.param(layout(8, 8, 1, index_hadamard=True), (MIXED,), marks=pytest.mark.thorough),
     ],
     ids=lambda x: f"tp{x.tensor_parallel_size}-dcp{x.decode_context_parallel_size}" if isinstance(x, DCPConfig) else "",
@@ -211,20 +214,15 @@ WIDE = {"head_dim": 128, "qk_rope_head_dim": 64, "index_head_dim": 64}  # what f
 
 
 @pytest.mark.parametrize(
-    ("options", "schedule", "tolerance", "quantile"),
+    ("options", "tolerance", "quantile"),
     [
-        ({"index_cache_dtype": "fp8"}, MIXED, 1e-4, 0.8),  # where rounding changes what is selected, much changes
-        ({"kv_cache_dtype": "fp8_ds_mla"}, MIXED, 0.06, 1.0),
-        ({"kv_cache_dtype": "fp8_ds_mla", "index_cache_dtype": "fp8", "index_hadamard": True}, MIXED, 0.06, 0.8),
+        ({"index_cache_dtype": "fp8"}, 1e-4, 0.8),  # where rounding changes what is selected, much changes
+        ({"kv_cache_dtype": "fp8_ds_mla"}, 0.06, 1.0),
+        ({"kv_cache_dtype": "fp8_ds_mla", "index_cache_dtype": "fp8", "index_hadamard": True}, 0.06, 0.8),
     ],
 )
-def test_quantized_caches(options: dict[str, Any], schedule: Any, tolerance: float, quantile: float) -> None:
-    run_ranks(2, check, layout(2, 2, 1, **options), (schedule,), tolerance, quantile, WIDE)
-
-
-def test_a_rank_without_entries_attends_to_nothing() -> None:
-    """Eight ranks, and four entries at most: 4 tokens of each request are some rank's first, or nobody's."""
-    run_ranks(8, check, layout(8, 8, 1), (((4, 3, 16, 1), (1, 1, 1, 3)),))
+def test_quantized_caches(options: dict[str, Any], tolerance: float, quantile: float) -> None:
+    run_ranks(2, check, layout(2, 2, 1, **options), (MIXED,), tolerance, quantile, WIDE)
 
 
 PREFILLS = ((20, 33), (9, 30), (5, 17), (11, 14))
@@ -249,7 +247,8 @@ def compile_layer(number: int, is_dynamic: bool | None, num_steps: int) -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def compile_layers() -> None:
+@on_ranks(1, timeout=600)
+def test_prefills_of_all_lengths_share_graphs() -> None:
     """Compile a layer with an indexer, and one without for which all sizes vary.
 
     torch.compile may make one graph for the first sizes, one for others, and one for a size of 1.
@@ -258,17 +257,10 @@ def compile_layers() -> None:
     assert compile_layer(2, True, 1) <= 1
 
 
-def test_prefills_of_all_lengths_share_graphs() -> None:
-    run_ranks(1, compile_layers, timeout=600)
-
-
 @pytest.mark.parametrize(("changes", "asked"), [({}, 2), ({"_FEW_TOKENS": 7}, 1), ({"_FEW_SCORES": 13}, 1)])
+@on_ranks(1)
 def test_small_steps_run_on_two_streams(changes: dict[str, int], asked: int) -> None:
     """A prefill of 8 tokens, which see up to 2 entries, in layers of windows alone, with an indexer and without."""
-    run_ranks(1, check_streams, changes, asked)
-
-
-def check_streams(changes: dict[str, int], asked: int) -> None:
     forks = []
 
     def choose(device: torch.device, is_asked: bool) -> Any:
@@ -285,7 +277,9 @@ def check_streams(changes: dict[str, int], asked: int) -> None:
         assert sum(forks[len(forks) // 2 :]) == 2, "decodes always do"
 
 
-def check_side_stream() -> None:
+@pytest.mark.gpu
+@on_ranks(1, device="cuda")
+def test_a_side_stream_changes_nothing() -> None:
     """Compare bytes with those of kernels that run one after the other."""
     sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "num_attention_heads": 64, "o_groups": 8}
     lengths = [sum(tokens) for tokens in zip(*TOKEN_BY_TOKEN, strict=True)]
@@ -303,8 +297,3 @@ def check_side_stream() -> None:
     assert True in forks
     for mine, theirs in zip(*outputs, strict=True):
         assert torch.equal(mine, theirs)
-
-
-@pytest.mark.gpu
-def test_a_side_stream_changes_nothing() -> None:
-    run_ranks(1, check_side_stream, device="cuda")

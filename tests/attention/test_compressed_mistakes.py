@@ -14,10 +14,11 @@ from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.integrations.families.table import attention_of
 from tests.attention.test_compressed_layer import HIDDEN, Layers, layout, tiny
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 
-def check_errors() -> None:
+@on_ranks(1)
+def test_errors() -> None:
     layers = Layers(tiny(), layout(1, 1, 1), [40, 40])
     layer, cache, rows = layers.layers[1], layers.cache[1], torch.zeros(2, HIDDEN)
     step = layers.step([0, 1], [1, 1], [5, 9])
@@ -65,10 +66,6 @@ def check_errors() -> None:
     ):
         with pytest.raises(ValueError, match=match):
             layers.layers[0].load_weights(broken)
-
-
-def test_errors() -> None:
-    run_ranks(1, check_errors)
 
 
 @pytest.mark.parametrize(

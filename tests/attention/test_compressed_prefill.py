@@ -28,7 +28,7 @@ from dcpmla.comm.select import select_exchange
 from tests.attention import test_compressed_layer
 from tests.attention.test_compressed_layer import Layers, check, hidden_states, layout, tiny
 from tests.attention.test_peak_memory import Allocations
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 # The first step has prompts of several lengths. Turns and decodes follow over contexts of several lengths. Queries of
 # the shortest turns are fewer rows than the entries. Requests end before the first entry, within one and at its end.
@@ -143,7 +143,8 @@ def test_prefills_in_no_more_rows_than_reserved(dcp: DCPConfig, num_rows: int) -
     run_ranks(dcp.tensor_parallel_size, check_turns, dcp, num_rows < 100)
 
 
-def count_lists() -> None:
+@on_ranks(1)
+def test_layers_share_lists() -> None:
     """Check that layers of a step share lists, for as long as they are short."""
     dcp, lengths = layout(1, 1, 1), [sum(tokens) for tokens in zip(*TURNS, strict=True)]
     hidden = [hidden_states(i, length) for i, length in enumerate(lengths)]
@@ -155,34 +156,22 @@ def count_lists() -> None:
             assert listed.call_count == num_layers * len(TURNS)
 
 
-def test_layers_share_lists() -> None:
-    run_ranks(1, count_lists)
-
-
-def check_routes(sizes: dict[str, int], device: str, dtype: torch.dtype, tolerance: float) -> None:
-    """Compare chunks, and entries in place, with one chunk."""
+@pytest.mark.gpu
+@on_ranks(1, device="cuda")
+def test_routes_agree_on_a_gpu() -> None:
+    """Compare chunks, and entries in place, with one chunk, at the widths of DeepSeek-V4."""
+    sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "num_attention_heads": 64, "o_groups": 8}
     lengths = [sum(tokens) for tokens in zip(*TURNS, strict=True)]
-    hidden = [hidden_states(i, length).to(device, dtype) for i, length in enumerate(lengths)]
+    hidden = [hidden_states(i, length).cuda().bfloat16() for i, length in enumerate(lengths)]
     outputs = []
     for num_rows, in_place in ((65536, False), (64, False), (65536, True)):
         dcp = layout(1, 1, 1, block_size=64, context_workspace_tokens=num_rows)
         with torch.no_grad(), patch.object(CompressedConfig, "moves_queries", return_value=in_place):
-            layers = Layers(tiny(**sizes), dcp, lengths, device, dtype)
+            layers = Layers(tiny(**sizes), dcp, lengths, "cuda", torch.bfloat16)
             outputs.append([out for kind in layers.run(TURNS, hidden) for out in kind])
     for one_chunk, chunks, in_place_rows in zip(*outputs, strict=True):
         for rows in (chunks, in_place_rows):
-            assert (rows - one_chunk).norm() <= tolerance * one_chunk.norm()
-
-
-def test_routes_agree() -> None:
-    run_ranks(1, check_routes, MORE_HEADS, "cpu", torch.float32, 1e-5)
-
-
-@pytest.mark.gpu
-def test_routes_agree_on_a_gpu() -> None:
-    """Compare them at the widths of DeepSeek-V4."""
-    sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "num_attention_heads": 64, "o_groups": 8}
-    run_ranks(1, check_routes, sizes, "cuda", torch.bfloat16, 2e-2, device="cuda")
+            assert (rows - one_chunk).norm() <= 2e-2 * one_chunk.norm()
 
 
 def attend_to_nothing(call: DecodeCall) -> tuple[Tensor, Tensor]:
@@ -195,7 +184,6 @@ def check_peak(layers: Layers, requests: list[tuple[int, int]]) -> None:
     new, lens = [new for new, _ in requests], [new + cached for new, cached in requests]
     step = layers.step(list(range(len(lens))), new, lens)
     compressed, width = step.get(CompressedMetadata), layers.config.head_dim
-    assert compressed is not None
     assert compressed.context is not None
     for layer, cache in zip(layers.layers, layers.cache, strict=True):
         selection = compressed.selection if layer.kind.has_indexer else None
@@ -216,7 +204,8 @@ def check_peak(layers: Layers, requests: list[tuple[int, int]]) -> None:
     assert sum(part.numel() for parts in compressed.context.kept.values() for part in parts) <= prefill.KEPT_ROWS
 
 
-def check_peaks() -> None:
+@on_ranks(1)
+def test_prefills_in_no_more_memory_than_a_profile_touches() -> None:
     sizes = {"head_dim": 256, "num_attention_heads": 2, "o_groups": 2}
     cases = ([(5, 40000)], 2048), ([(20, 600)] * 6, 256), ([(64, 0), (300, 700)], 256)
     small_tiles = patch.multiple(prefill, LISTED_ROWS=512, PART_ROWS=64, KEPT_ROWS=100)
@@ -226,7 +215,3 @@ def check_peaks() -> None:
         with small_tiles, no_scores, choice:
             dcp = layout(1, 1, 1, context_workspace_tokens=num_rows)
             check_peak(Layers(tiny(**sizes), dcp, [new + cached for new, cached in requests]), requests)
-
-
-def test_prefills_in_no_more_memory_than_a_profile_touches() -> None:
-    run_ranks(1, check_peaks)

@@ -8,6 +8,7 @@ from torch import Tensor
 from dcpmla import DCPConfig
 from dcpmla.attention.layers.compressed.cache import plan_compressed
 from dcpmla.attention.layers.compressed.config import LayerKind
+from dcpmla.attention.layers.compressed.projections import rotate
 from dcpmla.attention.select import compressor
 from dcpmla.attention.select.entries import EntryLayout, Pooling
 from tests.support.compressor_steps import build, config_of, decodes_first, tables_of
@@ -45,7 +46,7 @@ def pool(pairs: Tensor, bias: Tensor, norm: Tensor, num_halves: int, cos_sin: Te
 @given(data=st.data())
 def test_entries_are_those_of_whole_prompts(data: st.DataObject) -> None:
     """Any ratio, however prompts are cut into steps, whichever rank an entry is on, and whatever tokens of a step are
-    rejected; nothing else is written.
+    rejected; nothing else is written. Entries before RoPE are the cached ones, not rotated yet.
     """
     ratio, num_halves = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 2))
     size, interleave = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
@@ -74,7 +75,7 @@ def test_entries_are_those_of_whole_prompts(data: st.DataObject) -> None:
         cache = torch.full(plan.rows_shape(ratio), torch.nan)
         shape = plan.sums(config.layer_kinds[0], width).shape[1:]
         sums = torch.full((plan.num_states * plan.num_copies, *shape), torch.nan)
-        done = [0] * len(totals)
+        done, slots_before_rope = [0] * len(totals), set[int]()
         for new, gone in zip(lens, rejected, strict=True):
             step, parts = build(plan, rank, new, done, tables)
             kept = [a + b - c for a, b, c in zip(done, new, gone, strict=True)]
@@ -85,8 +86,14 @@ def test_entries_are_those_of_whole_prompts(data: st.DataObject) -> None:
             done = kept
             cos_sin = angles[step.positions // ratio * ratio]
             layout = EntryLayout(cos_sin, step.entry_table(ratio), plan.entries_per_block(ratio), step.owner)
+            latents, slots = torch.full((len(pairs), width), 5.0), torch.full((len(pairs),), -1)
             for each in parts:
-                compressor.compress_(Pooling(pairs, bias, norm, EPS, sums, cache, layout, is_index=False), each)
+                call = Pooling(pairs, bias, norm, EPS, sums, cache, layout, False, False, latents, slots)
+                compressor.compress_(call, each)
+            is_written = slots >= 0
+            torch.testing.assert_close(cache[slots[is_written], 0], rotate(latents, cos_sin)[is_written])
+            assert (latents[~is_written] == 5).all()
+            slots_before_rope |= set(slots[is_written].tolist())
         written = 0
         for i, table in enumerate(tables):
             for entry in range(totals[i] // ratio):
@@ -95,6 +102,7 @@ def test_entries_are_those_of_whole_prompts(data: st.DataObject) -> None:
                     block, offset = divmod(local, plan.entries_per_block(ratio))
                     row = plan.window_rows(ratio) + table[block] * plan.entries_per_block(ratio) + offset
                     found[i][entry] = cache[row, 0]
+                    assert row in slots_before_rope
                     written += 1
         # Rejected tokens may have completed an entry more.
         assert written <= int((~cache.isnan()).any(-1).sum()) <= written + (len(totals) if num_drafts else 0)

@@ -13,9 +13,9 @@ import torch
 from dcpmla import DCPConfig
 from dcpmla.attention.layers.compressed.cache import plan_compressed
 from dcpmla.attention.layers.compressed.config import CompressedConfig, LayerKind
-from dcpmla.attention.layers.compressed.projections import rotate
 from dcpmla.attention.select import compressor
 from dcpmla.attention.select.entries import EntryLayout, Pooling, PoolUpdate
+from dcpmla.attention.select.kernels import compressor as kernels
 from dcpmla.cache.shared_format import ROPE_DIM
 from tests.attention.test_compressed_kernels import DTYPES, POISON, TYPES, assert_near
 from tests.support.compressor_steps import build, config_of, tables_of
@@ -76,7 +76,6 @@ def check_steps(
     steps: Steps,
     pairs_dtype: torch.dtype | None = None,
 ) -> None:
-    from dcpmla.attention.select.kernels import compressor as kernels
 
     moved_sums = moved_cache = None
     for call, part in compressor_cases(config, dcp, rank, is_index, dtype, steps, pairs_dtype):
@@ -140,27 +139,6 @@ def compressor_cases(
             yield call, each
 
 
-@pytest.mark.parametrize("ratio", [1, 2])
-def test_entries_before_rope(ratio: int) -> None:
-    """They are the cached ones, not rotated yet; a token that completes no entry of this rank has none."""
-    config = config_of(LayerKind(ratio, True), 6, 4, True)
-    dcp = DCPConfig(tensor_parallel_size=2, decode_context_parallel_size=2, block_size=4)
-    num_written = 0
-    for call, part in compressor_cases(config, dcp, 1, False):
-        compressor.compress_(call, part)
-        cache, layout, latents, slots = call.cache, call.layout, call.latents, call.slots
-        assert latents is not None
-        assert slots is not None
-        assert layout.cos_sin is not None
-        written = slots >= 0
-        num_written += int(written.sum())
-        rotated = rotate(latents, layout.cos_sin)[written]
-        torch.testing.assert_close(cache[slots[written], 0], rotated)
-        assert (latents[~written] == 5).all()
-    lens = [sum(new) // ratio for new in zip(*STEPS, strict=True)]
-    assert num_written == sum(length // 2 for length in lens)
-
-
 def check_wide_pairs(device: str) -> None:
     """Check pairs in float32 of a model in bfloat16, with every format of a cache."""
     config = config_of(LayerKind(4, True), 128, 64)
@@ -205,9 +183,6 @@ def test_operator(device: str) -> None:
     ("dtype", "cache"), [("bf16", "bf16"), ("bf16", "u8"), ("fp32", "fp32"), ("fp32", "u8"), ("fp32", "bf16")]
 )
 def test_the_kernel_compiles_for_hopper(dtype: str, cache: str) -> None:
-    pytest.importorskip("triton")
-    from dcpmla.attention.select.kernels.compressor import compress_kernel
-
     numbers = dict.fromkeys(("end_ptr", "source_ptr", "target_ptr"), "*i32")
     types = {**TYPES, **numbers, "cache_ptr": f"*{cache}"}
     pooled: dict[str, Any] = {"ROPE": 64, "HADAMARD_BITS": 0, "IS_INDEX": False, "WIDTH": 512, "COLUMNS": 512}
@@ -215,9 +190,9 @@ def test_the_kernel_compiles_for_hopper(dtype: str, cache: str) -> None:
     none: dict[str, Any] = dict.fromkeys(("latents_ptr", "slots_ptr"))
     for ratio, halves, tokens in ((4, 2, 1), (4, 2, 4), (128, 1, 1), (128, 1, 8)):
         constants = {"RATIO": ratio, "HALVES": halves, "GATES": halves * 512, "TOKENS": tokens}
-        ptx_for_hopper(compress_kernel, dtype, {**pooled, **constants, **none}, **types)
+        ptx_for_hopper(kernels.compress_kernel, dtype, {**pooled, **constants, **none}, **types)
     for ratio in (1, 2):  # These write entries before RoPE, too.
         constants = {"RATIO": ratio, "HALVES": 1, "GATES": 512 * (ratio - 1), "TOKENS": ratio}
-        ptx_for_hopper(compress_kernel, dtype, {**pooled, **constants}, **types)
+        ptx_for_hopper(kernels.compress_kernel, dtype, {**pooled, **constants}, **types)
     constants = {"RATIO": 4, "HALVES": 2, "GATES": 256, "TOKENS": 4}
-    ptx_for_hopper(compress_kernel, dtype, {**index, **constants, **none}, **types)
+    ptx_for_hopper(kernels.compress_kernel, dtype, {**index, **constants, **none}, **types)

@@ -7,9 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from dcpmla.attention.backends.choice import DECODE_BACKENDS, Backend, passed_over, register_backend, select_backend
+from dcpmla.attention.backends.choice import (
+    DECODE_BACKENDS,
+    PREFILL_BACKENDS,
+    Backend,
+    passed_over,
+    register_backend,
+    select_backend,
+)
 from tests.attention.test_reference import L, R
-from tests.support.backends import checked_call, decode, decode_call, only
+from tests.support.backends import checked_call, decode, decode_call, only, prefill_call
 
 
 def decode_arguments() -> dict[str, Any]:
@@ -115,17 +122,14 @@ def test_decode_names_what_is_wrong(changes: dict[str, Any], message: str) -> No
         decode(**{**decode_arguments(), **changes})
 
 
-def test_what_decode_takes() -> None:
-    """Parts of queries are taken as a tuple without being joined."""
-    for changes in ({}, {"q": (LATENT, ROPE)}, FP8):
-        out, _ = decode(**{**decode_arguments(), **changes})
-        assert (out.shape, out.dtype) == ((2, 3, L), torch.float32)
-
-
 def test_a_device_without_a_backend() -> None:
-    rows = torch.empty(1, 1, L + R, device="meta"), torch.empty(1, 4, L + R, device="meta")
-    with pytest.raises(ValueError, match=r"; torch: q is on device meta, not 'cpu' or 'cuda'$"):
-        select_backend(DECODE_BACKENDS, decode_call(*rows, L, torch.float32))
+    q = torch.empty(1, 2, L + R, device="meta")
+    for table, call in (
+        (DECODE_BACKENDS, decode_call(q, q[None], L, torch.float32)),
+        (PREFILL_BACKENDS, prefill_call(q, q[:, 0], q)),
+    ):
+        with pytest.raises(ValueError, match=r"; torch: q is on device meta, not 'cpu' or 'cuda'$"):
+            select_backend(table, call)
 
 
 def test_a_backend_by_name() -> None:

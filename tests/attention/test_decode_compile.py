@@ -5,10 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
 
+from dcpmla.attention.hopper.decode import decode_kernel as hopper_kernel
+from dcpmla.attention.hopper.deterministic_decode import deterministic_kernel
+from dcpmla.attention.triton.decode import decode_kernel
+from dcpmla.attention.triton.deterministic_decode import choose_tile
+from dcpmla.attention.triton.deterministic_units import deterministic_decode_kernel as ordered_kernel
 from tests.support.hopper import build_for_hopper, compile_for_hopper
-
-pytest.importorskip("triton")
 
 
 def assert_mbarriers_are_apart(ptx: str) -> None:
@@ -46,10 +52,6 @@ def test_the_hopper_kernel_compiles(
     q: str, cache: str, rows: str, is_ragged: bool, own_heads: str | int | None
 ) -> None:
     """Each producer with each kind of consumers. own_heads: of rows that are sent; Triton makes a constant of 1."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    from dcpmla.attention.hopper.decode import decode_kernel
 
     is_fp8, is_converted, is_sparse, is_shared = q == "fp8e4nv", q != cache, rows != "tiled", rows == "shared"
     bits = 8 if is_fp8 else 16
@@ -82,7 +84,7 @@ def test_the_hopper_kernel_compiles(
     optional = ("q_pe_desc", "kv_desc", "k_pe_desc", "rows_ptr", "index_ptr", "start_ptr")
     optional += ("q_scale_ptr", "kv_scale_ptr")
     constants |= {name: None for name in optional if name not in types}
-    ptx, said = compile_for_hopper(decode_kernel, GluonASTSource, types, constants, num_warps=4)
+    ptx, said = compile_for_hopper(hopper_kernel, GluonASTSource, types, constants, num_warps=4)
     product = "m64n64k32.f32.e4m3.e4m3" if is_fp8 else "m64n256k16"
     assert f"wgmma.mma_async.sync.aligned.{product}" in ptx
     assert "bytes stack frame" in said
@@ -108,10 +110,6 @@ def test_the_hopper_kernel_compiles(
     ],
 )
 def test_the_portable_kernel_compiles(rows: int, q: str, cache: str, latent: int, rope: int) -> None:
-    from triton.compiler import ASTSource
-
-    from dcpmla.attention.triton.decode import decode_kernel
-
     types = {
         **POINTERS,
         "index_ptr": "*i32",
@@ -135,19 +133,14 @@ def test_the_portable_kernel_compiles(rows: int, q: str, cache: str, latent: int
 )
 def test_the_kernel_in_a_fixed_order_compiles(cache: str, shared_bytes: int) -> None:
     """With the tile for each size of shared memory. With five stages keys are loaded while others are multiplied."""
-    from triton.compiler import ASTSource
-
-    from dcpmla.attention.triton.deterministic_decode import choose_tile
-    from dcpmla.attention.triton.deterministic_units import deterministic_decode_kernel as kernel
-
     tile = choose_tile(576, shared_bytes)
     types = POINTERS | {"q_ptr": "*bf16", "q_pe_ptr": "*bf16", "cache_ptr": f"*{cache}", "scale": "fp32"}
     types |= {"lses_ptr": "*fp32", "first_rows_ptr": "*i32", "kv_scale_ptr": "*fp32"}
     constants = {"ROWS": tile.rows, "KEYS": tile.keys, "LATENT": 512, "ROPE": 64, "SEGMENTS": 32}
     constants |= dict.fromkeys(("index_ptr", "start_ptr", *(("kv_scale_ptr",) if cache != "fp8e4nv" else ())))
-    multiples = tuple(name for name in kernel.arg_names if re.fullmatch("(q|q_pe|cache)_stride_.*", name))
+    multiples = tuple(name for name in ordered_kernel.arg_names if re.fullmatch("(q|q_pe|cache)_stride_.*", name))
     options = {"num_warps": 8, "num_stages": tile.num_stages, "enable_fp_fusion": False}
-    compiled, said = build_for_hopper(kernel, ASTSource, types, constants, multiples, **options)
+    compiled, said = build_for_hopper(ordered_kernel, ASTSource, types, constants, multiples, **options)
     ptx = compiled.asm["ptx"]
     assert compiled.metadata.shared <= shared_bytes
     assert "wgmma.mma_async instructions are serialized" not in said
@@ -168,11 +161,6 @@ def test_the_kernel_in_a_fixed_order_compiles(cache: str, shared_bytes: int) -> 
 )
 def test_the_hopper_kernel_in_a_fixed_order_compiles(q: str, cache: str, is_ragged: bool, rows: str) -> None:
     """Each producer; no product waits for the one before it."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    from dcpmla.attention.hopper.deterministic_decode import deterministic_kernel
-
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     latent, rope = (f"tensordesc<{q}[64, {width}],{layout}>" for width in (256, 64))
     types = POINTERS | {"lses_ptr": "*fp32", "first_rows_ptr": "*i32", "q_desc": latent, "q_pe_desc": rope}

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dcpmla.attention.backends.calls import decode_workspace
 from dcpmla.attention.backends.choice import DECODE_BACKENDS, find_backend, select_backend
+from dcpmla.attention.triton.decode import run
 from dcpmla.cache import formats
 from tests.support.backends import as_kernel, checked_call, decode, decode_call, in_parts
 from tests.support.decode_cases import (
@@ -23,9 +25,8 @@ from tests.support.decode_cases import (
     ones,
     ragged,
 )
+from tests.support.ranks import on_ranks
 from tests.support.shared_memory import run_interpreted
-
-triton = pytest.importorskip("triton")
 
 FP8 = {**SMALL, "format": "fp8"}
 WIDE = {**SMALL, "kv_lora_rank": 1024, "block_size": 1}
@@ -54,19 +55,14 @@ INTERPRETED = [
 ]
 
 
-def check_in_the_interpreter() -> None:
-    from dcpmla.attention.triton.decode import run
-
+@on_ranks(1, run_interpreted)
+def test_the_portable_kernel_in_the_interpreter() -> None:
     for case in INTERPRETED:
         joined = check(as_kernel(run, checked_call), case, "cpu")
         if case.rope:
             inputs = case.inputs("cpu")
             parts = run(checked_call(**{**inputs, "q": in_parts(inputs["q"], case.kv_lora_rank)}))
             assert all(map(torch.equal, joined, parts)), case
-
-
-def test_the_portable_kernel_in_the_interpreter() -> None:
-    run_interpreted(1, check_in_the_interpreter)
 
 
 # One class of shapes a line: what broke other kernels, and what tiles and splits make special.
@@ -186,8 +182,6 @@ def test_a_graph_replays_with_other_lengths(case: Case) -> None:
     """One graph serves other lengths, rows and scales than it was captured with, which are the device's, with the same
     bits as eager calls.
     """
-    from dcpmla.attention.backends.calls import decode_workspace
-
     inputs = {**case.inputs("cuda"), "workspace": decode_workspace("cuda")}
     decode(**inputs)
     graph = torch.cuda.CUDAGraph()
@@ -227,8 +221,6 @@ def test_nan_of_a_key_is_not_lost(backend: str, kind: dict[str, Any]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [{}, *QUANTIZED])
 def test_the_operator_on_a_gpu(kind: dict[str, Any]) -> None:
-    from dcpmla.attention.backends.calls import decode_workspace
-
     inputs = {**long_case(5, 2000, **kind).inputs("cuda"), "workspace": decode_workspace("cuda")}
     args = (*checked_call(**inputs), *[None] * 6)
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]

@@ -8,19 +8,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dcpmla.attention.triton import decode as mla_decode
 from tests.support.backends import as_kernel, checked_call
 from tests.support.decode_cases import SMALL, Case, check
 from tests.support.examples import few
+from tests.support.ranks import on_ranks
 from tests.support.schedule_in_torch import HALF, LATENT, MOST_PARTS, ROWS, Pointer, schedule_in_torch
 from tests.support.shared_memory import run_interpreted
-
-triton = pytest.importorskip("triton")
 
 
 class Doors:
@@ -137,13 +136,11 @@ requests = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 40)), min_size=1
 
 
 @given(requests=requests, num_heads=st.integers(1, 9), num_parts=st.integers(1, MOST_PARTS), is_uniform=st.booleans())
-@example(
-    requests=[(1, 5), (1, 5), (1, 5)], num_heads=4, num_parts=4, is_uniform=True
-)  # a part that goes on with one and begins another
+# A part that goes on with one and begins another.
+@example(requests=[(1, 5), (1, 5), (1, 5)], num_heads=4, num_parts=4, is_uniform=True)
 @example(requests=[(1, 40)], num_heads=4, num_parts=14, is_uniform=True)  # more rows than parts of them
-@example(
-    requests=[(1, 20), (1, 3), (1, 20)], num_heads=4, num_parts=8, is_uniform=True
-)  # gaps, so that no part has two requests
+# Gaps, so that no part has two requests.
+@example(requests=[(1, 20), (1, 3), (1, 20)], num_heads=4, num_parts=8, is_uniform=True)
 @example(requests=[(1, 7)] * 7, num_heads=4, num_parts=3, is_uniform=True)  # whole requests
 @example(requests=[(1, 30)] * 5, num_heads=4, num_parts=4, is_uniform=True)  # whole ones would be too uneven
 @example(requests=[(1, 4), (1, 0), (1, 4)], num_heads=1, num_parts=4, is_uniform=True)  # cuts where a request ends
@@ -186,21 +183,15 @@ INTERPRETED = st.builds(
 )
 
 
-def check_in_the_interpreter() -> None:
-    from dcpmla.attention.triton import decode as mla_decode
-
+@on_ranks(1, run_interpreted)
+def test_the_portable_kernels_schedule_in_the_interpreter() -> None:
     @few
     @given(case=INTERPRETED, min_tiles=st.sampled_from([1, 2, 8]))
     @example(case=Case([(1, 320)] * 3, num_heads=3, num_programs=1, **SMALL), min_tiles=8)  # two cut requests in a part
-    @example(
-        case=Case([(1, 300), (1, 100)], num_heads=20, num_programs=2, **SMALL), min_tiles=1
-    )  # many parts of a request
+    # Many parts of a request.
+    @example(case=Case([(1, 300), (1, 100)], num_heads=20, num_programs=2, **SMALL), min_tiles=1)
     def check_one(case: Case, min_tiles: int) -> None:
         mla_decode.MIN_TILES = mla_decode.tl.constexpr(min_tiles)
         check(as_kernel(mla_decode.run, checked_call), case, "cpu")
 
     check_one()
-
-
-def test_the_portable_kernels_schedule_in_the_interpreter() -> None:
-    run_interpreted(1, check_in_the_interpreter)

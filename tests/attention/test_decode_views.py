@@ -148,11 +148,3 @@ def test_blocks_apart(device: str) -> None:
         results.append(decode(q, pages, step.block_table, step.local_seq_lens, 0.05, kv_lora_rank=width))
     for found, expected in zip(*reversed(results), strict=True):
         torch.testing.assert_close(found, expected)
-    whole = rows.flatten(0, 1).double()[slots.long()]
-    expected = torch.stack(
-        [
-            ((q[token].double() @ keys[: 34 + token].T) * 0.05).softmax(-1) @ keys[: 34 + token]
-            for token, keys in enumerate(whole)
-        ]
-    )
-    torch.testing.assert_close(results[1][0].double(), expected, atol=2e-2, rtol=2e-2)

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention: the recurrence against transformers' layers, the kernel and chunks against the recurrence."""
+"""Kimi Delta Attention: the kernel and chunks against the recurrence, which whole models compare with transformers'."""
 
 import sys
 from collections.abc import Sequence
@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.kimi_linear import modeling_kimi_linear as theirs
+from triton.compiler import ASTSource
 
 from dcpmla.attention.layers.linear.calls import DeltaCall, DeltaRequests, DeltaState, DeltaTokens, DeltaWeights
 from dcpmla.attention.layers.linear.config import DeltaConfig
 from dcpmla.attention.layers.linear.delta import attend_in_chunks, delta_attention, has_library, log_decay
+from dcpmla.attention.layers.linear.kernels import read, recurrence, write
 from dcpmla.attention.layers.linear.spec import DeltaSpec
 from dcpmla.attention.layers.linear.step import DeltaMetadata, delta_metadata
 from dcpmla.attention.step import long_pieces
@@ -85,33 +86,6 @@ class Model:
         return [torch.cat(parts) for parts in outputs]
 
 
-@pytest.mark.parametrize("steps", [ALL_AT_ONCE, IN_STEPS])
-def test_transformers_layer(steps: list[tuple[int, int]]) -> None:
-    config = transformers.KimiLinearConfig(hidden_size=64, linear_head_dim=16, linear_num_heads=4, num_hidden_layers=4)
-    torch.manual_seed(0)
-    layer = theirs.KimiLinearDeltaAttention(config, 0).eval()
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    model = Model(4, 16, torch.float32, "cpu")
-    gate, eps = layer.forget_gate, config.rms_norm_eps
-    rates = gate.A_log.flatten()
-    model.weights = DeltaWeights(layer.conv1d.weight[:, 0], rates, gate.dt_bias, layer.o_norm.weight)
-    with torch.inference_mode():
-        hidden = [randn(1, 25, 64, seed=1), randn(1, 15, 64, seed=2)]
-        model.tokens = [
-            DeltaTokens(
-                torch.cat([layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)], -1),
-                gate.f_b_proj(gate.f_a_proj(x)),
-                layer.b_proj(x),
-                layer.g_b_proj(layer.g_a_proj(x)),
-            )
-            for (x,) in hidden
-        ]
-        attend = lambda call, requests: delta_attention(call._replace(eps=eps), requests)  # noqa: E731
-        for x, out in zip(hidden, model.run(steps, attend, None), strict=True):
-            torch.testing.assert_close(layer.o_proj(out), layer(x)[0], atol=1e-4, rtol=0)
-
-
 def compare(
     attend: Any,
     dtype: torch.dtype,
@@ -139,10 +113,8 @@ def compare(
 
 
 def check_kernel(_: str) -> None:
-    from dcpmla.attention.layers.linear.kernels.recurrence import delta_attention as launch
-
-    compare(launch, torch.float32, "cpu", (2, 16), 1e-5, (SHORT,), (-5.0,))
-    compare(launch, torch.bfloat16, "cpu", (1, 24), 0.02, (SHORT,), (None,))
+    compare(recurrence.delta_attention, torch.float32, "cpu", (2, 16), 1e-5, (SHORT,), (-5.0,))
+    compare(recurrence.delta_attention, torch.bfloat16, "cpu", (1, 24), 0.02, (SHORT,), (None,))
 
 
 def test_kernel_in_the_interpreter() -> None:
@@ -269,40 +241,28 @@ def test_layout(lens: list[tuple[int, int]], padding: tuple[int, int], takes_chu
     }
 
 
-@pytest.mark.parametrize("has_floor", [False, True])
-def test_the_kernel_compiles(has_floor: bool) -> None:
+SIZES = {"HEADS": 32, "DIM": 128, "WIDTH": 128}
+STATE = {"NUM_RECENT": 3, "NUM_COPIES": 1}
+PIECES = {"PIECES": 32, "ROWS": 16}
+RECURRENT = {"CONV": 4, "NORM_EPS": 1e-6, "LINEAR_FROM": 20.0, **STATE}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "constants"),
+    [
+        (recurrence._attend, {**RECURRENT, "HAS_FLOOR": False}),
+        (recurrence._attend, {**RECURRENT, "HAS_FLOOR": True}),
+        (read._read_tokens, {**PIECES, "CONV": 4, "NUM_RECENT": 3, "NORM_EPS": 1e-6}),
+        (read._read_memory, {"NUM_COPIES": 1}),
+        (write._write_state, STATE),
+        (write._write_outputs, PIECES),
+    ],
+)
+def test_kernels_compile(kernel: Any, constants: dict[str, Any]) -> None:
     """A head's memory stays in registers."""
-    pytest.importorskip("triton")
-    from triton.compiler import ASTSource
-
-    from dcpmla.attention.layers.linear.kernels.recurrence import _attend
-
-    halves = ("out", "qkv", "decay", "beta", "gate", "conv", "norm", "recent")
-    types = dict.fromkeys(halves, "*bf16") | dict.fromkeys(("log_rate", "decay_bias", "memory"), "*fp32")
-    types |= dict.fromkeys(("start", "first_position", "end", "state"), "*i32") | {"eps": "fp32", "floor": "fp32"}
-    constants = {"HAS_FLOOR": has_floor, "HEADS": 32, "DIM": 128, "WIDTH": 128, "CONV": 4, "NUM_RECENT": 3}
-    constants |= {"NUM_COPIES": 1, "NORM_EPS": 1e-6, "LINEAR_FROM": 20.0}
-    _, log = compile_for_hopper(_attend, ASTSource, types, constants, num_warps=4)
+    types = dict.fromkeys(("start", "start_loc", "token", "first_position", "end", "state"), "*i32")
+    types |= dict.fromkeys(("memory", "memory_after", "before", "beta_out", "log_rate", "decay_bias"), "*fp32")
+    types |= dict.fromkeys(("q", "k", "v", "qkv", "decay", "decay_out", "beta", "conv", "recent"), "*bf16")
+    types |= dict.fromkeys(("out", "attended", "gate", "norm"), "*bf16") | {"eps": "fp32", "floor": "fp32"}
+    _, log = compile_for_hopper(kernel, ASTSource, types, {**SIZES, **constants}, num_warps=4)
     assert "0 bytes spill stores" in log
-
-
-def test_kernels_of_pieces_compile() -> None:
-    pytest.importorskip("triton")
-    from triton.compiler import ASTSource
-
-    from dcpmla.attention.layers.linear.kernels import read, write
-
-    sizes = {"HEADS": 32, "DIM": 128, "WIDTH": 128}
-    rows = {"PIECES": 32, "ROWS": 16}
-    for kernel, constants in (
-        (read._read_tokens, {**sizes, **rows, "CONV": 4, "NUM_RECENT": 3, "NORM_EPS": 1e-6}),
-        (read._read_memory, {**sizes, "NUM_COPIES": 1}),
-        (write._write_state, {**sizes, "NUM_RECENT": 3, "NUM_COPIES": 1}),
-        (write._write_outputs, {**sizes, **rows}),
-    ):
-        types = dict.fromkeys(("start_loc", "token", "first_position", "state"), "*i32") | {"eps": "fp32"}
-        types |= dict.fromkeys(("memory", "memory_after", "before", "beta_out"), "*fp32")
-        types |= dict.fromkeys(("q", "k", "v", "qkv", "decay", "decay_out", "beta", "conv", "recent"), "*bf16")
-        types |= dict.fromkeys(("out", "attended", "gate", "norm"), "*bf16")
-        _, log = compile_for_hopper(kernel, ASTSource, types, constants, num_warps=4)
-        assert "0 bytes spill stores" in log, kernel.fn.__name__

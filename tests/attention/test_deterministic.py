@@ -9,32 +9,39 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcpmla import MLAAttention, Placement, init_mesh
+from dcpmla import MLAAttention
+from dcpmla.attention.backends.calls import DecodeCall
+from dcpmla.attention.backends.reference import mla_decode
 from dcpmla.attention.mla.latent_spec import LatentSpec
-from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.families.table import attention_of
 from dcpmla.merge import merge_partials, merge_tree
-from tests.attention.test_layer import expected, oracle, run_steps
 from tests.support.dense_layer import CONFIG
 from tests.support.layouts import dcp_config
 from tests.support.models import tiny_config
 from tests.support.ordered import Batch, Sizes, alone, decode, in_float64, prefill
-from tests.support.ranks import run_ranks
 
 SIZES = Sizes()
 LENGTHS = (1, 63, 64, 65, 511, 513, 700, 2000)
 BATCH: Batch = [(seed, length, 1) for seed, length in enumerate(LENGTHS)]
 SEGMENTS: Batch = [(seed, 62 + 100 * new, new) for seed, new in enumerate((1, 5, 2, 3, 4))]
 PROMPT = 200
-LAYER_BATCH = ((150, 1), (63, 2), (300, 1), (0, 70), (130, 20))
 
 
 def check_equal(got: list[tuple[Tensor, Tensor]], reference: list[tuple[Tensor, Tensor]]) -> None:
     assert all(map(torch.equal, *(itertools.chain(*each) for each in (got, reference))))
 
 
+def attend_at_once(call: DecodeCall) -> tuple[Tensor, Tensor]:
+    """Attend by one softmax over all keys."""
+    return mla_decode(call._replace(num_tile_lanes=None))
+
+
 def test_decode_alone_in_batches_and_over_ranks() -> None:
     reference = decode(SIZES, 1, BATCH)
+    exact = decode(in_float64(SIZES), 1, BATCH, run=attend_at_once)
+    for (out, lse), (wanted, wanted_lse) in zip(reference, exact, strict=True):
+        torch.testing.assert_close(out.double(), wanted, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(lse, wanted_lse, atol=2e-6, rtol=1e-6)
     for size in (2, 4, 8):
         check_equal(decode(SIZES, size, BATCH), reference)
     check_equal([decode(SIZES, 2, batch)[0] for batch in alone(BATCH)], reference)
@@ -42,24 +49,6 @@ def test_decode_alone_in_batches_and_over_ranks() -> None:
     long = decode(SIZES, 1, [(7, 9000, 1), *BATCH])  # more than a split
     check_equal(long[1:], reference)
     check_equal(decode(SIZES, 8, [(7, 9000, 1)]), long[:1])
-
-
-def test_decode_is_accurate() -> None:
-    for (out, lse), (reference, wanted_lse) in zip(decode(SIZES, 2, BATCH), decode_float64(BATCH), strict=True):
-        torch.testing.assert_close(out.double(), reference, atol=2e-6, rtol=1e-5)
-        torch.testing.assert_close(lse.double(), wanted_lse, atol=2e-6, rtol=1e-6)
-
-
-def decode_float64(batch: Batch) -> list[tuple[Tensor, Tensor]]:
-    """Attend by one softmax over all keys, in float64."""
-    sizes, results = in_float64(SIZES), []
-    for seed, length, new in batch:
-        latents = sizes.rows(seed, length, sizes.latent + sizes.rope).float().double()
-        q = sizes.rows(seed + 1000, length, sizes.num_heads, latents.shape[1])[length - new :]
-        scores = torch.einsum("thd,sd->ths", q, latents) * sizes.softmax_scale
-        scores += torch.full((new, length), -torch.inf).triu(length - new + 1)[:, None]
-        results.append((scores.softmax(-1) @ latents[:, : sizes.latent], scores.logsumexp(-1)))
-    return results
 
 
 def test_segments_of_many_tokens_equal_their_tokens_alone() -> None:
@@ -90,37 +79,13 @@ def test_prefill_in_pieces_over_ranks_and_chunks() -> None:
         for start, end in itertools.pairwise([ends[0] - piece, *ends]):
             got = prefill(SIZES, size, [(3, end, end - start)], workspace)[0]
             assert torch.equal(got, reference[start:end]), (size, piece, start)
+    exact = prefill(in_float64(SIZES), 1, [(3, PROMPT, PROMPT)])[0]
+    torch.testing.assert_close(reference.double(), exact, atol=1e-4, rtol=1e-4)
     batch = [(1, 150, 20), (3, PROMPT, 60), (2, 300, 299), (3, 100, 100)]
     for size, workspace in ((1, 128), (2, 512)):
         outputs = prefill(SIZES, size, batch, workspace)
         assert torch.equal(outputs[1], reference[-60:])
         assert torch.equal(outputs[3], reference[:100])
-
-
-def test_prefill_is_accurate() -> None:
-    batch = [(3, PROMPT, 90), (4, 70, 70)]
-    for got, reference in zip(prefill(SIZES, 2, batch, 128), prefill(in_float64(SIZES), 1, batch), strict=True):
-        torch.testing.assert_close(got.double(), reference, atol=1e-4, rtol=1e-4)
-
-
-def check_layers(hf_config: Any) -> None:
-    """Check that a layer has the same bits over ranks that share no cache and over both exchanges."""
-    outputs, attention = [], oracle(hf_config)
-    for size, backend in ((1, "a2a"), (2, "ag_rs"), (4, "a2a")):
-        dcp = dcp_config(4, size, 64, dcp_comm_backend=backend, block_size=64, deterministic=True)
-        mesh = init_mesh(4, size)
-        exchange = select_exchange(dcp, mesh.dcp_group, "cpu").exchange
-        config = attention_of(hf_config).config
-        layer = MLAAttention(config, Placement(dcp, mesh, exchange, torch.float32, "cpu"))
-        layer.load_weights(attention.state_dict())
-        with torch.no_grad():
-            outputs.append(run_steps(layer, hf_config, dcp, LAYER_BATCH, True, 0, 2, 3))
-    torch.testing.assert_close(outputs[0], expected(attention, hf_config, LAYER_BATCH, True), atol=1e-5, rtol=1e-4)
-    assert all(torch.equal(output, outputs[0]) for output in outputs)
-
-
-def test_layers_have_the_same_bits_for_all_sizes_of_the_group() -> None:
-    run_ranks(4, check_layers, tiny_config("deepseek_v3"))
 
 
 def test_kinds_without_a_fixed_order_are_refused() -> None:

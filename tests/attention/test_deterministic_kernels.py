@@ -16,6 +16,7 @@ from dcpmla.attention.mla.decode import run_call
 from dcpmla.attention.mla.deterministic import DeterministicResults
 from dcpmla.attention.step.chunks import PrefillMetadata, lay_out_prefills
 from dcpmla.attention.step.metadata import StepBuilder
+from dcpmla.attention.triton import deterministic_decode, deterministic_merge, deterministic_prefill
 from tests.support.kernels import run_kernels
 from tests.support.ordered import (
     Batch,
@@ -31,8 +32,6 @@ from tests.support.ordered import (
 )
 from tests.support.row_errors import largest_error
 
-pytest.importorskip("triton")
-
 SMALL = Sizes(dtype=torch.float16)
 V3 = Sizes(128, 512, 64, 128, 128, torch.bfloat16, device="cuda")
 FORMATS = ("auto", "fp8", "fp8_ds_mla")
@@ -41,9 +40,6 @@ SEGMENTS: Batch = [(1, 70, 3), (2, 700, 4)]
 
 
 def check_decode(_: str) -> None:
-    from dcpmla.attention.triton import deterministic_decode as kernel
-    from dcpmla.attention.triton import deterministic_merge
-
     deterministic_merge.SPLIT.value = 1  # several splits of few tiles
     for size, batch, max_query_len in ((1, BATCH, 1), (2, SEGMENTS, 2), (8, BATCH, 1)):
         expected = decode(SMALL, size, batch, max_query_len)
@@ -52,7 +48,7 @@ def check_decode(_: str) -> None:
                 patch.object(deterministic_merge, "DETERMINISTIC_ROWS", num_rows),
                 patch.object(deterministic_merge, "SPLIT_TILES", 1),
             ):
-                got = decode(SMALL, size, batch, max_query_len, run=kernel.run)
+                got = decode(SMALL, size, batch, max_query_len, run=deterministic_decode.run)
             for actual, other in zip(itertools.chain(*got), itertools.chain(*expected), strict=True):
                 torch.testing.assert_close(actual, other, atol=2e-2, rtol=2e-2)
             if num_rows > 1:
@@ -61,15 +57,13 @@ def check_decode(_: str) -> None:
 
 
 def check_prefill(_: str) -> None:
-    from dcpmla.attention.triton import deterministic_prefill as kernel
-
     cases: tuple[tuple[int, Batch, int], ...] = (
         (1, [(1, 300, 40), (2, 20, 20), (1, 180, 130)], 1 << 16),
         (2, [(1, 300, 40), (2, 20, 20), (1, 180, 130)], 128),
         (1, [(1, 300, 1)], 256),
     )
     expected = [prefill(SMALL, *case) for case in cases]
-    with patch.object(deterministic, "attend_to_chunk", kernel.run):
+    with patch.object(deterministic, "attend_to_chunk", deterministic_prefill.run):
         got = [prefill(SMALL, *case) for case in cases]
     for actual, other in zip(itertools.chain(*got), itertools.chain(*expected), strict=True):
         assert largest_error(actual, other) <= 2**-8
@@ -111,9 +105,7 @@ def test_prompts_among_others() -> None:
 
 
 def check_prompts_with_the_kernel(_: str) -> None:
-    from dcpmla.attention.triton import deterministic_prefill as kernel
-
-    with patch.object(deterministic, "attend_to_chunk", kernel.run):
+    with patch.object(deterministic, "attend_to_chunk", deterministic_prefill.run):
         check_prompts_among_others(SMALL)
 
 

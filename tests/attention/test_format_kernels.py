@@ -14,6 +14,8 @@ from dcpmla.attention import projections
 from dcpmla.attention.mla.deterministic import round_latents
 from dcpmla.attention.mla.prefill import dequantize_rows, read_cache_rows
 from dcpmla.attention.projection_calls import LatentWrite
+from dcpmla.attention.triton.projections import absorb_kernel, absorb_query, latents_kernel, norm_rope_cache
+from dcpmla.cache import kernels
 from dcpmla.cache.formats import FP8, row_width, to_fp8, to_latents, write_latents
 from tests.attention.test_small_kernels import (
     BLOCK_SIZE,
@@ -65,8 +67,6 @@ def check_cache_rows(device: str) -> None:
     """Check that the cache holds what `to_cache_rows` makes of the latents that the kernel returns, NaN included, and
     that nothing else of it changes.
     """
-    from dcpmla.attention.triton.projections import norm_rope_cache
-
     formats = (ODD, FP8, 0.01), (ODD, FP8, 30.0), (TILES, torch.uint8, 0.0)  # saturates; rounds to denormals
     for (sizes, storage, scale), (dtype, interleaved) in itertools.product(
         formats, zip(DTYPES, (True, False, True), strict=True)
@@ -87,8 +87,6 @@ def check_cache_rows(device: str) -> None:
 
 def check_quantized_latents(device: str) -> None:
     """Check the query latent's codes against the quantized latent, which is the same without codes."""
-    from dcpmla.attention.triton.projections import norm_rope_cache
-
     for dtype in (torch.float32, torch.float16):
         arguments = on(device, latents_case((384, 40, 6), [3, -1, 0, 27, 9], dtype, True, True))
         q_c, latents, *rows = norm_rope_cache(arguments._replace(quantizes=True))
@@ -101,11 +99,8 @@ def check_quantized_latents(device: str) -> None:
 
 def check_fp8_queries(device: str) -> None:
     """Check codes against the kernel's query without a scale. Both are rounded to q's dtype first."""
-    from dcpmla.attention.triton.projections import absorb_query
-
-    dtypes = (
-        DTYPES if device == "cuda" else (torch.float32, torch.float16)
-    )  # the interpreter multiplies bfloat16's bits, as integers
+    # The interpreter multiplies bfloat16's bits, as integers.
+    dtypes = DTYPES if device == "cuda" else (torch.float32, torch.float16)
     scale = torch.tensor([0.004])
     for dtype, interleaved in itertools.product(dtypes, (True, False)):
         arguments = on(device, query_case(ODD, 19, dtype, True, interleaved))
@@ -116,8 +111,6 @@ def check_fp8_queries(device: str) -> None:
 
 
 def check_reading(device: str) -> None:
-    from dcpmla.cache import kernels
-
     for storage, (rank, rope) in itertools.product((FP8, torch.uint8), ((384, 6), (512, 64))):
         kv_scale = torch.tensor([0.37]) if storage == FP8 else None
         cache = random_rows(NUM_BLOCKS * 2 * BLOCK_SIZE, storage, rank, rope).unflatten(0, (NUM_BLOCKS, 2, BLOCK_SIZE))[
@@ -138,9 +131,6 @@ def check_reading(device: str) -> None:
 
 def check_rounding(device: str) -> None:
     """Check that latents are rounded as the cache rounds them, and as torch does."""
-    from dcpmla.attention.triton.projections import norm_rope_cache
-    from dcpmla.cache import kernels
-
     for storage, dtype in itertools.product((FP8, torch.uint8), (torch.float32, torch.float16)):
         kv_scale = torch.tensor([0.01]) if storage == FP8 else None
         num_rows, down = 9, 3 * torch.randn(9, 256 + 6, dtype=torch.float32).to(dtype)
@@ -156,9 +146,6 @@ def check_rounding(device: str) -> None:
 
 
 def check_refusals(device: str) -> None:
-    from dcpmla.attention.triton.projections import norm_rope_cache
-    from dcpmla.cache import kernels
-
     arguments = on(device, quantized_case(ODD, FP8, torch.float32, 1.0, True))
     with pytest.raises(ValueError, match="kv_scale is missing for a cache of torch.float8_e4m3fn"):
         norm_rope_cache(arguments._replace(kv_scale=None))
@@ -214,10 +201,6 @@ def test_operators(device: str) -> None:
 
 def test_kernels_compile_for_hopper() -> None:
     """Rows move 16 bytes a thread, but for the one row of a token; conversions and the division are the exact ones."""
-    pytest.importorskip("triton")
-    from dcpmla.attention.triton.projections import absorb_kernel, latents_kernel
-    from dcpmla.cache.kernels import dequantize_kernel, read_kernel
-
     latents = [
         ptx_for_hopper(latents_kernel, "bf16", LATENTS, **TYPES, cache_ptr="*fp8e4nv"),
         ptx_for_hopper(latents_kernel, "bf16", {**LATENTS, "kv_scale_ptr": None}, **TYPES, cache_ptr="*u8"),
@@ -226,11 +209,11 @@ def test_kernels_compile_for_hopper() -> None:
     for ptx in (*latents, queries):
         assert "div.rn.f32" in ptx
         assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
-    copied = ptx_for_hopper(read_kernel, "u8", {"WIDTH": 656, "ROWS": 4, "COLUMNS": 1024}, **TYPES)
+    copied = ptx_for_hopper(kernels.read_kernel, "u8", {"WIDTH": 656, "ROWS": 4, "COLUMNS": 1024}, **TYPES)
     widths = {"RANK": 512, "ROPE": 64, "ROWS": 8, "RANK_COLUMNS": 512, "ROPE_COLUMNS": 64}
     dequantized = [
-        ptx_for_hopper(dequantize_kernel, "bf16", widths, **TYPES, rows_ptr="*fp8e4nv"),
-        ptx_for_hopper(dequantize_kernel, "bf16", {**widths, "scale_ptr": None}, **TYPES, rows_ptr="*u8"),
+        ptx_for_hopper(kernels.dequantize_kernel, "bf16", widths, **TYPES, rows_ptr="*fp8e4nv"),
+        ptx_for_hopper(kernels.dequantize_kernel, "bf16", {**widths, "scale_ptr": None}, **TYPES, rows_ptr="*u8"),
     ]
     assert all("cvt.rn.f16x2.e4m3x2" in ptx for ptx in dequantized)
     for ptx in (queries, copied, *dequantized):

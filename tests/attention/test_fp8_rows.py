@@ -16,10 +16,11 @@ from tests.attention.test_compile import DECODES, MIXED, PREFILL, run_layer
 from tests.attention.test_output_formats import codes
 from tests.parallel.test_fp8_linear import quantized
 from tests.support.fp8_layers import CONFIG, TOLERANCE, checkpoint, layers
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 
-def check_quantized_output() -> None:
+@on_ranks(1)
+def test_quantized_output() -> None:
     """Check that o_proj is handed quantized rows in decodes, prefills and mixed batches; zeros without a step."""
     layer, _ = layers(CONFIG, 1)
     taken = []
@@ -45,11 +46,9 @@ def check_quantized_output() -> None:
     assert not codes(rows.values).any()
 
 
-def test_quantized_output() -> None:
-    run_ranks(1, check_quantized_output)
-
-
-def check_static_output(headroom: float) -> None:
+@pytest.mark.parametrize("headroom", [1.0, 1.7])
+@on_ranks(1)
+def test_output_with_a_static_scale(headroom: float) -> None:
     """Compare o_proj of rows in fp8 with a static scale with a product of their values in float64."""
     layer, plain = layers(CONFIG, 1)
     batches = MIXED, DECODES[0], PREFILL
@@ -73,11 +72,6 @@ def check_static_output(headroom: float) -> None:
         assert (out.double() - exact).norm() < TOLERANCE * exact.norm()
 
 
-@pytest.mark.parametrize("headroom", [1.0, 1.7])
-def test_output_with_a_static_scale(headroom: float) -> None:
-    run_ranks(1, check_static_output, headroom)
-
-
 def round_rows(plain: MLAAttention) -> None:
     """Have a layer's products take rows as fp8 rounds them, from now on."""
 
@@ -91,7 +85,8 @@ def round_rows(plain: MLAAttention) -> None:
         linear.product = lambda x, rows=slice(None), product=product: product(rounded(x), rows)
 
 
-def check_given_codes() -> None:
+@on_ranks(1)
+def test_given_codes() -> None:
     """Hand over hidden states with their codes, as a norm before the layer gives them."""
     in_fp8, plain = layers(CONFIG, 1)
     round_rows(plain)
@@ -108,11 +103,9 @@ def check_given_codes() -> None:
             torch.testing.assert_close(got, wanted, atol=1e-3, rtol=1e-3)
 
 
-def test_given_codes() -> None:
-    run_ranks(1, check_given_codes)
-
-
-def check_on_a_gpu() -> None:
+@pytest.mark.gpu
+@on_ranks(1, device="cuda")
+def test_on_a_gpu() -> None:
     """Compare with rows rounded alike. Where those differ in bfloat16's last bit, so do some of their codes, which
     moves results by 2 to 4 %; rows that are not rounded would move them by 9 %.
     """
@@ -125,8 +118,3 @@ def check_on_a_gpu() -> None:
         for batch in (MIXED, DECODES[0], ((0, 300), (200, 131))):
             for got, wanted in zip(run_layer(in_fp8, batch), run_layer(plain, batch), strict=True):
                 assert (got.float() - wanted.float()).norm() < 6e-2 * wanted.float().norm()
-
-
-@pytest.mark.gpu
-def test_on_a_gpu() -> None:
-    run_ranks(1, check_on_a_gpu, device="cuda")

@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
+from dcpmla.attention.output import kernels as output_kernels
 from dcpmla.attention.output.formats import OutputQuant, TargetRows
 from dcpmla.attention.projection_calls import QueryAbsorption, ValueProjection
+from dcpmla.attention.triton import projections as kernels
 from dcpmla.parallel.quantized import BlockFp8, dequantize
 from tests.parallel.test_fp8_linear import blocks
 from tests.support.kernels import on_both, run_kernels
@@ -21,9 +23,6 @@ def check_kernels(device: str) -> None:
 
 
 def check_size(device: str, dtype: torch.dtype, num_tokens: int, heads: int, rank: int) -> None:
-    from dcpmla.attention.output import kernels as output_kernels
-    from dcpmla.attention.triton import projections as kernels
-
     generator = torch.Generator().manual_seed(3)
     made = [blocks(256, rank, seed) for seed in range(heads)]
     both = BlockFp8(*(torch.stack(parts).to(device) for parts in zip(*made, strict=True)))

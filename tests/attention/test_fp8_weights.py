@@ -18,7 +18,7 @@ from dcpmla.parallel.quantized import BlockFp8, dequantize
 from tests.attention.test_compile import DECODES, MIXED, PREFILL, Batch, run_layer
 from tests.attention.test_compressed_layer import modules_of, tiny
 from tests.support.fp8_layers import CONFIG, TOLERANCE, dequantized, layers, stored
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 EXACT = 1e-12  # in float64: sums in another order, where memory lies otherwise
 
@@ -51,7 +51,8 @@ def test_layers_are_those_of_dequantized_weights(size: int) -> None:
     run_ranks(size, check_layers, size, (MIXED, DECODES[0], PREFILL))
 
 
-def check_uneven() -> None:
+@on_ranks(1)
+def test_blocks_that_heads_share() -> None:
     """Compare heads whose parts share blocks, and an indexer, whose wk lies beside a wide weight."""
     indexer = IndexerConfig(num_heads=4, head_dim=128, topk=8, rope_interleaved=False)
     config = dataclasses.replace(CONFIG, num_heads=2, qk_nope_head_dim=64, v_head_dim=192, indexer=indexer)
@@ -62,10 +63,6 @@ def check_uneven() -> None:
         torch.testing.assert_close(got, wanted, rtol=0, atol=EXACT)
 
 
-def test_blocks_that_heads_share() -> None:
-    run_ranks(1, check_uneven)
-
-
 @pytest.mark.parametrize("scale", [torch.ones(2), torch.tensor(0.0), torch.tensor(torch.inf), torch.tensor(torch.nan)])
 def test_static_scales_that_are_none(scale: Tensor) -> None:
     message = "tensor o_proj.input_scale (has shape|is .*; it must be a finite number above 0)"
@@ -73,7 +70,8 @@ def test_static_scales_that_are_none(scale: Tensor) -> None:
         read_scale({"o_proj.input_scale": scale}, OUTPUT_SCALE_NAMES)
 
 
-def check_compressed() -> None:
+@on_ranks(1)
+def test_compressed_layers() -> None:
     """Compare the weights of DeepSeek-V4's layers, and what an output in groups gives after them."""
     sizes = {"num_attention_heads": 4, "o_groups": 2, "index_n_heads": 4, "index_head_dim": 64, "hidden_size": 128}
     hf_config = tiny(**sizes, head_dim=128, q_lora_rank=128, o_lora_rank=128)
@@ -104,7 +102,3 @@ def check_compressed() -> None:
         assert (got - plain).norm() < TOLERANCE * plain.norm()
         assert not torch.equal(got, plain)
         assert torch.equal(both[0].attend(torch.zeros(5, 128), None, None), torch.zeros(5, 256))
-
-
-def test_compressed_layers() -> None:
-    run_ranks(1, check_compressed)

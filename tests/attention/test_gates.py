@@ -1,4 +1,4 @@
-"""Gates of attention's output: torch's own functions, and the kernel against them.
+"""Gates of attention's output: the torch code and the kernel against float64.
 
 The kernel runs in Triton's interpreter, on a GPU if there is one, and is compiled for Hopper.
 """
@@ -6,8 +6,10 @@ The kernel runs in Triton's interpreter, on a GPU if there is one, and is compil
 import pytest
 import torch
 from torch import Tensor
+from triton.compiler import ASTSource
 
 from dcpmla.attention.output.gates import apply_gates
+from dcpmla.attention.triton import gates as kernels
 from dcpmla.parallel.fp8 import quantize_rows
 from dcpmla.parallel.quantized import quantize_groups
 from tests.support.hopper import compile_for_hopper
@@ -24,17 +26,6 @@ def make_rows(num_tokens: int, width: int, num_gates: int, dtype: torch.dtype) -
     return out, logits
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_values(dtype: torch.dtype) -> None:
-    for sizes in SIZES:
-        out, logits = make_rows(*sizes, dtype)
-        gates = logits.double().sigmoid().repeat_interleave(sizes[1] // sizes[2], 1)
-        expected, tolerance = out.double() * gates, TOLERANCE[dtype]
-        torch.testing.assert_close(
-            apply_gates(out, logits), expected.to(dtype), atol=tolerance, rtol=tolerance, check_dtype=True
-        )
-
-
 def test_the_operator() -> None:
     out, logits = make_rows(3, 256, 2, torch.bfloat16)
     rows = apply_gates(out, logits)
@@ -47,16 +38,16 @@ def test_the_operator() -> None:
 
 
 def check_kernel(device: str) -> None:
-    from dcpmla.attention.triton import gates as kernels
-
     for dtype in TOLERANCE if device == "cuda" else (torch.float32, torch.bfloat16):
         for sizes in (*SIZES, (0, 8, 2)):
             out, logits = (tensor.to(device) for tensor in make_rows(*sizes, dtype))
             rows, *empty = kernels.apply_gates(out, logits, False)
             assert [part.numel() for part in empty] == [0, 0]
             tolerance = TOLERANCE[dtype]
-            expected = apply_gates(out.cpu(), logits.cpu())
-            torch.testing.assert_close(rows.cpu(), expected, atol=tolerance, rtol=tolerance)
+            gates = logits.double().sigmoid().repeat_interleave(sizes[1] // sizes[2], 1)
+            expected = (out.double() * gates).to(dtype)
+            for found in (rows, apply_gates(out.cpu(), logits.cpu())):
+                torch.testing.assert_close(found.cpu(), expected.cpu(), atol=tolerance, rtol=tolerance)
             if sizes[1] % 128 == 0:
                 codes = kernels.apply_gates(out, logits, True)[1:]
                 for part, expected in zip(codes, quantize_groups(rows.cpu(), 128), strict=True):
@@ -70,13 +61,8 @@ def test_the_kernel(device: str) -> None:
 
 @pytest.mark.parametrize("quantizes", [False, True])
 def test_the_kernel_compiles(quantizes: bool) -> None:
-    pytest.importorskip("triton")
-    from triton.compiler import ASTSource
-
-    from dcpmla.attention.triton.gates import gates_kernel
-
     types = dict.fromkeys(("out_ptr", "logits_ptr", "gated_ptr"), "*bf16")
     types |= {"gated_ptr": "*fp8e4nv", "scales_ptr": "*fp32"} if quantizes else {}
     constants = {"WIDTH": 4096, "NUM_GATES": 4096} | ({} if quantizes else {"scales_ptr": None})
-    _, said = compile_for_hopper(gates_kernel, ASTSource, types, constants, num_warps=4)
+    _, said = compile_for_hopper(kernels.gates_kernel, ASTSource, types, constants, num_warps=4)
     assert "0 bytes spill stores" in said

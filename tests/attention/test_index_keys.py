@@ -1,4 +1,4 @@
-"""The indexer's cache, projections and scores in plain torch: formats, naive float64 scores, transformers' indexers."""
+"""The indexer's cache, projections and scores in plain torch: formats, transformers' indexers."""
 
 from types import ModuleType
 from typing import Any
@@ -36,9 +36,7 @@ def test_e4m3_with_the_smallest_power_of_two_that_cuts_nothing_off(values: list[
     wide, amax = x.double(), x.double().abs().max().clamp(min=1e-10)
     assert amax <= FP8_MAX * scales.double() < 2 * amax
     got = codes.double() * scales.double()[:, None]
-    error = torch.maximum(
-        wide.abs() / 16, scales.double()[:, None] * 2**-10
-    )  # half a step: of 3 bits, and of denormals
+    error = torch.maximum(wide.abs() / 16, scales.double()[:, None] * 2**-10)  # half a step: of 3 bits, of denormals
     assert ((got - wide).abs() <= error).all()
 
 
@@ -64,34 +62,6 @@ def test_keys_come_back_from_where_their_slots_say(storage: torch.dtype) -> None
     for wrong in (cache[..., :-1], cache.double(), cache.transpose(0, 1)):
         with pytest.raises(ValueError, match="--index-cache-dtype"):
             check_index_cache(wrong, storage, HEAD_DIM)
-
-
-@pytest.mark.parametrize("is_fp8", [True, False])
-def test_scores_are_the_naive_sum(is_fp8: bool) -> None:
-    """Whatever the table holds after a request's blocks, and in whatever company a token comes."""
-    request = torch.tensor([0, 0, 1, 2], dtype=torch.int32)
-    seq_lens, local_seq_lens = torch.tensor([[50, 51, 5, 40], [33, 34, 5, 0]], dtype=torch.int32)
-    table = torch.tensor([[3, 1, 4, -7], [2, -7, -7, -7], [-7, -7, -7, -7]], dtype=torch.int32)
-    q, weights = randn(4, HEADS, HEAD_DIM, dtype=torch.bfloat16), randn(4, HEADS, seed=1)
-    storage = torch.uint8 if is_fp8 else torch.bfloat16
-    cache = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, index_row_width(storage, HEAD_DIM), dtype=storage)
-    write_index_keys(cache, randn(80, HEAD_DIM, dtype=torch.bfloat16, seed=2), torch.arange(80))
-    q = index_to_fp8(q)[0] if is_fp8 else q
-    got = index_scores(IndexQueries(q, weights, cache, table, request, seq_lens, local_seq_lens, TOPK))
-    assert (got.shape, got.dtype) == ((4, 4 * BLOCK_SIZE), torch.float32)
-    codes, scales = read_index_keys(cache, torch.arange(NUM_BLOCKS))
-    for token in (0, 1):
-        for index in range(int(local_seq_lens[token])):
-            at = table[0, index // BLOCK_SIZE], index % BLOCK_SIZE
-            score = sum(
-                w * max(0.0, float(q[token, h].double() @ codes[at].double()))
-                for h, w in enumerate(weights[token].tolist())
-            )
-            wanted = score * (1.0 if scales is None else float(scales[at]))
-            assert abs(float(got[token, index]) - wanted) <= 1e-6 * max(1.0, abs(wanted))
-    columns = request[1:2], seq_lens[1:2], local_seq_lens[1:2]
-    alone = index_scores(IndexQueries(q[1:2], weights[1:2], cache, table, *columns, TOPK))
-    assert torch.equal(alone[0, :34], got[1, :34])
 
 
 CONFIG: dict[str, Any] = {"hidden_size": 48, "q_lora_rank": 24, "qk_rope_head_dim": ROPE, "index_topk": TOPK}
@@ -123,7 +93,7 @@ def test_scores_are_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -
     queries = indexer.wq_b(q_c).detach().unflatten(-1, (HEADS, HEAD_DIM))
     norm = indexer.k_norm.weight.detach(), indexer.k_norm.bias.detach()
     lens = torch.arange(1, num_tokens + 1, dtype=torch.int32)
-    table = torch.tensor([[4, 0, 2, 1, 3]], dtype=torch.int32)
+    table = torch.tensor([[4, 0, 2, 1, 3, -7]], dtype=torch.int32)  # the last one is none
     index = torch.arange(num_tokens)
     slots = table[0, index // BLOCK_SIZE].long() * BLOCK_SIZE + index % BLOCK_SIZE
     for hadamard, is_fp8 in ((False, False), (True, False), (False, True), (True, True)):
@@ -135,6 +105,8 @@ def test_scores_are_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -
         assert q.dtype == (FP8 if is_fp8 else torch.float32)
         request = torch.zeros(num_tokens, dtype=torch.int32)
         got = index_scores(IndexQueries(q, factors, cache, table, request, lens, lens, 0))[:, :num_tokens]
+        last = index_scores(IndexQueries(q[-1:], factors[-1:], cache, table, request[-1:], lens[-1:], lens[-1:], 0))
+        assert torch.equal(last[:, :num_tokens], got[-1:]), "scores depend on what else is scored"
         got = got.masked_fill(~causal, -torch.inf)
         error = (got - wanted)[causal].square().mean().sqrt() / wanted[causal].std()
         assert error < (0.05 if is_fp8 else 1e-6)

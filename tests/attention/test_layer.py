@@ -65,23 +65,6 @@ def expected(attention: DeepseekV3Attention, config: Any, batch: Batch, with_pos
     return torch.cat(outputs)
 
 
-def run_steps(
-    layer: MLAAttention,
-    hf_config: Any,
-    dcp: DCPConfig,
-    batch: Batch,
-    with_positions: bool,
-    padding: int,
-    max_decode_query_len: int,
-    num_decodes: int | None,
-) -> Tensor:
-    hidden, angles = hidden_states(hf_config, batch), rope(hf_config, max(map(sum, batch)), True)
-    cos_sin = torch.cat([part[0, :, : part.shape[-1] // 2] for part in angles], -1) if with_positions else None
-    lens = padding, max_decode_query_len, num_decodes
-    (out,), _ = run_batch([layer], dcp, batch, hidden, cos_sin, *lens)
-    return out
-
-
 def check_layer(
     hf_config: Any,
     dcp: DCPConfig,
@@ -98,8 +81,11 @@ def check_layer(
     layer = MLAAttention(config, Placement(dcp, mesh, exchange, torch.float32, "cpu"))
     attention = oracle(hf_config)
     layer.load_weights(attention.state_dict())
+    angles = rope(hf_config, max(map(sum, batch)), True)
+    cos_sin = torch.cat([part[0, :, : part.shape[-1] // 2] for part in angles], -1) if with_positions else None
+    lens = padding, max_decode_query_len, num_decodes
     with torch.no_grad():
-        out = run_steps(layer, hf_config, dcp, batch, with_positions, padding, max_decode_query_len, num_decodes)
+        (out,), _ = run_batch([layer], dcp, batch, hidden_states(hf_config, batch), cos_sin, *lens)
         wanted = expected(attention, hf_config, batch, with_positions)
     assert out.shape == (len(wanted) + padding, config.hidden_size)
     torch.testing.assert_close(out[: len(wanted)], wanted, atol=1e-5, rtol=1e-4)

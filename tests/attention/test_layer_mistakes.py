@@ -14,11 +14,12 @@ from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.families.table import attention_of
 from tests.attention.test_layer import layout, oracle
 from tests.support.models import tiny_config
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 
-def check_mistakes(hf_config: Any) -> None:
-    dcp, mesh = layout(1, 1), init_mesh(1, 1)
+@on_ranks(1)
+def test_mistakes_are_named() -> None:
+    hf_config, dcp, mesh = tiny_config("deepseek_v3"), layout(1, 1), init_mesh(1, 1)
     config = attention_of(hf_config).config
     placement = Placement(dcp, mesh, select_exchange(dcp, mesh.dcp_group, "cpu").exchange, torch.float32, "cpu")
     layer = MLAAttention(config, placement)
@@ -74,26 +75,26 @@ def check_mistakes(hf_config: Any) -> None:
     ):
         refused(rf"step.query_factor is {actual}; {expected}", hidden, cache, step.with_cos_sin(step.cos_sin, factor))
     weights = oracle(hf_config).state_dict()
-    with pytest.raises(ValueError, match="checkpoint: tensor q_b_proj.weight is missing"):
-        layer.load_weights({name: weight for name, weight in weights.items() if name != "q_b_proj.weight"})
-    with pytest.raises(
-        ValueError, match=r"tensor o_proj.weight has shape \(47, 96\); the model's config asks for \(48, 96\)"
+    without = {name: weight for name, weight in weights.items() if name != "q_b_proj.weight"}
+    shorter = {**weights, "o_proj.weight": weights["o_proj.weight"][:47]}
+    for message, call in (
+        ("checkpoint: tensor q_b_proj.weight is missing", lambda: layer.load_weights(without)),
+        (
+            r"tensor o_proj.weight has shape \(47, 96\); the model's config asks for \(48, 96\)",
+            lambda: layer.load_weights(shorter),
+        ),
+        (
+            "dcp is for tensor_parallel_size 2 and decode_context_parallel_size 2; the mesh has 1 and 1",
+            lambda: dataclasses.replace(placement, dcp=layout(2, 2)),
+        ),
+        (
+            r"\(--kv-cache-dtype\) is 'bf16', but the model computes in torch.float32; choose auto",
+            lambda: dataclasses.replace(placement, dcp=dataclasses.replace(dcp, kv_cache_dtype="bf16")),
+        ),
+        (
+            r"tensor_parallel_size \(-tp\) is 5; it must divide the model's 24 attention heads: choose 1, 2, 3, ",
+            lambda: config.heads_per_rank(5),
+        ),
     ):
-        layer.load_weights({**weights, "o_proj.weight": weights["o_proj.weight"][:47]})
-    with pytest.raises(
-        ValueError, match="dcp is for tensor_parallel_size 2 and decode_context_parallel_size 2; the mesh has 1 and 1"
-    ):
-        dataclasses.replace(placement, dcp=layout(2, 2))
-    with pytest.raises(
-        ValueError, match=r"\(--kv-cache-dtype\) is 'bf16', but the model computes in torch.float32; choose auto"
-    ):
-        dataclasses.replace(placement, dcp=dataclasses.replace(dcp, kv_cache_dtype="bf16"))
-    with pytest.raises(
-        ValueError,
-        match=r"tensor_parallel_size \(-tp\) is 5; it must divide the model's 24 attention heads: choose 1, 2, 3, ",
-    ):
-        config.heads_per_rank(5)
-
-
-def test_mistakes_are_named() -> None:
-    run_ranks(1, check_mistakes, tiny_config("deepseek_v3"))
+        with pytest.raises(ValueError, match=message):
+            call()

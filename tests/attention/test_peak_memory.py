@@ -16,7 +16,7 @@ from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.families.table import attention_of
 from tests.attention.test_layer import layout
 from tests.support.models import tiny_config
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 
 class Allocations(TorchDispatchMode):
@@ -42,10 +42,11 @@ def touched(layer: MLAAttention, num_tokens: int) -> int:
     return allocations.peak
 
 
-def check_peaks(hf_config: Any) -> None:
+@on_ranks(2)
+def test_the_peak_of_memory() -> None:
     dcp, mesh = layout(2, 2), init_mesh(2, 2)
     exchange = Mock(wraps=select_exchange(dcp, mesh.dcp_group, "cpu").exchange)
-    config, num_keys = attention_of(hf_config).config, dcp.context_workspace_tokens
+    config, num_keys = attention_of(tiny_config("deepseek_v3")).config, dcp.context_workspace_tokens
 
     def new_layer(config: MLAConfig, **formats: str) -> MLAAttention:
         placement = Placement(dataclasses.replace(dcp, **formats), mesh, exchange, torch.float32, "cpu")
@@ -64,14 +65,9 @@ def check_peaks(hf_config: Any) -> None:
     with patch.object(peak_memory, "select_backend", return_value=Backend("one", Mock(), Mock())):
         assert touched(new_layer(config), 1) == num_keys * 12 * (8 + 4) * 4
     sparse = new_layer(attention_of(tiny_config("deepseek_v32")).config)
-    assert sparse.indexer is not None
     few, many = (sparse.indexer.selector.workspace_bytes(num_tokens, 4) for num_tokens in (1, 1001))
     assert many - few == 2 * 1000 * 32 * 16 * 4  # queries of 32 heads, 16 wide, before and after what finishes them
     assert touched(sparse, 1001) == many
     nothing_else = patch.object(peak_memory, "PART_ROWS", 0)
     with nothing_else, patch.object(sparse.indexer.selector, "workspace_bytes", return_value=0):
         assert touched(sparse, 800) == of_heads + 800 * num_keys // 8  # a bit for each pair: a mask
-
-
-def test_the_peak_of_memory() -> None:
-    run_ranks(2, check_peaks, tiny_config("deepseek_v3"))

@@ -4,15 +4,16 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla.attention.layers.pooled.expand import expand_pools
+from dcpmla.attention.layers.pooled.kernels import expand as kernels
 from dcpmla.attention.layers.pooled.step import PoolMetadata, with_pools
 from dcpmla.attention.select import compressor
 from dcpmla.attention.select.entries import EntryLayout, Pooling, PoolUpdate, pool_updates
+from dcpmla.attention.select.kernels import compressor as pooling
 from dcpmla.attention.select.slots import SlotLayout
 from dcpmla.attention.select.step import SelectedTokens
 from dcpmla.attention.step.metadata import StepBuilder
@@ -121,7 +122,6 @@ def test_pools_of_a_padded_step() -> None:
     indexer = IndexerConfig(num_heads=1, head_dim=4, topk=5, rope_interleaved=True, pool_size=2)
     prepared = with_pools(step, indexer)
     pools = prepared.get(PoolMetadata)
-    assert pools is not None
     for each in pools.parts:
         assert each.positions.tolist() == [18, 19, 20, 7, 8, -1, -1, -1, -1]
         assert each.request.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
@@ -129,7 +129,6 @@ def test_pools_of_a_padded_step() -> None:
     assert pools.visible.seq_lens.tolist() == [9, 10, 10, 4, 4, 4, 0, 0, 0]
     assert pools.visible.local_seq_lens.tolist() == [4, 5, 5, 2, 2, 2, 0, 0, 0]
     assert pools.visible.max_seq_len == 10
-    assert pools.selection is not None
     assert pools.selection.positions.shape == (9, indexer.num_pools)
     assert selection_of(prepared).positions.shape == (9, 5)
     captured = replace(step, defer=lambda work, arguments: None)
@@ -137,9 +136,6 @@ def test_pools_of_a_padded_step() -> None:
 
 
 def check_kernels(device: str) -> None:
-    from dcpmla.attention.layers.pooled.kernels import expand as kernels
-    from dcpmla.attention.select.kernels import compressor as pooling
-
     for pool_size, num_pools, layout in ((4, 3, (0, 1, 1)), (2, 5, (1, 2, 4)), (3, 1, (0, 2, 1)), (1, 9, (1, 2, 1))):
         case = make_case(pool_size, pool_size, num_pools)
         width = num_pools * pool_size + pool_size - 1
@@ -175,11 +171,8 @@ def test_kernels(device: str) -> None:
 
 
 def test_the_kernel_compiles_for_hopper() -> None:
-    pytest.importorskip("triton")
-    from dcpmla.attention.layers.pooled.kernels.expand import expand_kernel
-
     names = ("pools", "seq_lens", "block_table", "request", "positions", "slots", "num_slots")
     constants = {"NUM_POOLS": 128, "POOL_SIZE": 16, "WIDTH": 2063, "COLUMNS": 4096, "BLOCK_SIZE": 64}
     constants |= {"DCP_RANK": 1, "DCP_SIZE": 4, "INTERLEAVE": 1}
     for sizes in ({}, {"NUM_POOLS": 2048, "POOL_SIZE": 1, "WIDTH": 2048, "COLUMNS": 2048}):
-        ptx_for_hopper(expand_kernel, "bf16", constants | sizes, **{f"{name}_ptr": "*i32" for name in names})
+        ptx_for_hopper(kernels.expand_kernel, "bf16", constants | sizes, **{f"{name}_ptr": "*i32" for name in names})

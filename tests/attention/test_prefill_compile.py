@@ -3,11 +3,16 @@
 from typing import Any
 
 import pytest
+import triton
+from triton.experimental.gluon._runtime import GluonASTSource
 
+from dcpmla.attention.hopper.deterministic_prefill import deterministic_prefill_kernel
+from dcpmla.attention.hopper.prefill import prefill_kernel
+from dcpmla.attention.hopper.prefill_pipeline import KEYS, NOPE, ROPE, ROWS, TILE, VALUE
+from dcpmla.attention.triton.merge import merge_part_kernel
+from dcpmla.attention.triton.prefill import TILINGS, mha_prefill_kernel, select_tiling
 from tests.attention.test_decode_compile import assert_mbarriers_are_apart
 from tests.support.hopper import compile_for_hopper, compile_source, new_source, ptx_for_hopper
-
-triton = pytest.importorskip("triton")
 
 HOPPER_SHARED_MEMORY = 232448  # bytes that a program may use
 
@@ -23,8 +28,6 @@ HOPPER_SHARED_MEMORY = 232448  # bytes that a program may use
 )
 def test_mha_prefill_compiles_for_hopper(dims: tuple[int, int, int], causal: bool, has_mask: bool) -> None:
     """With the tiles that such heads get, within a program's shared memory."""
-    from dcpmla.attention.triton.prefill import mha_prefill_kernel, select_tiling
-
     tile_dims = [max(16, triton.next_power_of_2(dim)) for dim in dims]
     tiling = select_tiling(tile_dims[0] + tile_dims[1], tile_dims[2], HOPPER_SHARED_MEMORY)
     constants: dict[str, int | None] = dict(
@@ -55,8 +58,6 @@ def test_mha_prefill_compiles_for_hopper(dims: tuple[int, int, int], causal: boo
 
 def rows_in_tiles(dtype: str) -> dict[str, str]:
     """Return the types of the Hopper kernels' rows, which move in tiles, and of their output and scale."""
-    from dcpmla.attention.hopper.prefill_pipeline import KEYS, NOPE, ROPE, ROWS, TILE, VALUE
-
     sizes = {"q_nope": (ROWS, NOPE), "q_pe": (ROWS, ROPE), "v": (KEYS, VALUE), "k_nope": (KEYS, NOPE)}
     tiles = {
         f"{name}_desc": f"tensordesc<{dtype}[{num_rows.value}, {num_columns.value}],{TILE.value}>"
@@ -87,10 +88,6 @@ def test_the_hopper_kernel_compiles(dtype: str, causal: bool, has_mask: bool, ha
     """The softmax of a tile precedes the wait for the product of the values of the tile before. Before the softmax each
     score is tested by itself, and each thread loads the words of its two rows for the next tile.
     """
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    from dcpmla.attention.hopper.prefill import prefill_kernel
-
     types = {**rows_in_tiles(dtype), "lse_ptr": "*fp32", "query_start_loc_ptr": "*i32", "key_start_loc_ptr": "*i32"}
     constants: dict[str, Any] = {"IS_CAUSAL": causal}
     if has_mask:
@@ -113,10 +110,6 @@ def test_the_hopper_kernel_compiles(dtype: str, causal: bool, has_mask: bool, ha
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_the_hopper_kernel_in_a_fixed_order_compiles(dtype: str) -> None:
     """No product waits for the one before it."""
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    from dcpmla.attention.hopper.deterministic_prefill import deterministic_prefill_kernel
-
     types = rows_in_tiles(dtype) | {f"{name}_ptr": "*fp32" for name in ("lse", "acc", "peak", "total")}
     types |= {f"{name}_ptr": "*i32" for name in ("query_start", "query_position", "key_start", "key_position")}
     options = {"num_warps": 4, "enable_fp_fusion": False}
@@ -124,8 +117,6 @@ def test_the_hopper_kernel_in_a_fixed_order_compiles(dtype: str) -> None:
 
 
 def test_merge_part_compiles_for_hopper() -> None:
-    from dcpmla.attention.triton.merge import merge_part_kernel
-
     types = {"merged_ptr": "*bf16", "part_ptr": "*bf16"}
     ptx_for_hopper(merge_part_kernel, "fp32", {"WIDTH": 128, "COLUMNS": 128, "ROWS": 32}, **types)
 
@@ -134,8 +125,6 @@ def test_tilings_fit() -> None:
     """Each takes less than the one before; heads of up to 256 find one in the 99 KiB of small GPUs, DeepSeek's the best
     one on Hopper.
     """
-    from dcpmla.attention.triton.prefill import TILINGS, select_tiling
-
     sizes = [tiling.shared_memory(192, 128) for tiling in TILINGS]
     assert sizes == sorted(sizes, reverse=True)
     assert select_tiling(192, 128, HOPPER_SHARED_MEMORY) == TILINGS[0]

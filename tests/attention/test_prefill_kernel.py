@@ -7,12 +7,12 @@ from dcpmla.attention.backends import reference
 from dcpmla.attention.backends.calls import PrefillCall, join_keys
 from dcpmla.attention.backends.choice import PREFILL_BACKENDS, find_backend
 from dcpmla.attention.mla import prefill as operators
+from dcpmla.attention.triton import prefill as kernels
+from dcpmla.attention.triton.merge import merge_part
 from dcpmla.merge import merge_partials
 from tests.support.backends import as_kernel
 from tests.support.kernels import on_both, run_kernels
 from tests.support.prefill_checks import SCALE, Case, check_prefill, draw_mask, segments
-
-triton = pytest.importorskip("triton")
 
 CASES: dict[str, Case] = {  # tails, single rows, requests without keys, dims that are no powers of 2
     "causal": ([37, 1, 130, 64], None, 2, (32, 16, 32)),
@@ -34,9 +34,7 @@ MASKED = "causal", "context", "requests without keys", "DeepSeek-V3, context", "
 
 def check_unaligned(device: str) -> None:
     """Rows that no descriptor may point to."""
-    from dcpmla.attention.triton.prefill import run
-
-    mha_prefill = as_kernel(run, PrefillCall)
+    mha_prefill = as_kernel(kernels.run, PrefillCall)
 
     generator = torch.Generator().manual_seed(0)
     q, k_nope, v = (torch.randn(9, 2, width, generator=generator).half().to(device) for width in (24, 19, 21))
@@ -73,8 +71,6 @@ def check_neighbours(device: str, backend: str = "triton", dims: tuple[int, int,
 
 
 def check_triton(_: str) -> None:
-    from dcpmla.attention.triton import prefill as kernels
-
     for case in CASES.values():
         check_prefill(kernels.run, case, torch.float16, "cpu")
     for name in MASKED:
@@ -86,8 +82,6 @@ def check_triton(_: str) -> None:
 
 def check_merge_part(device: str) -> None:
     """Like `merge_partials`: empty rows on either side, on both, with NaN in them; each output's dtype."""
-    from dcpmla.attention.triton.merge import merge_part
-
     generator = torch.Generator().manual_seed(0)
     half, brain = torch.float16, torch.bfloat16
     cases = [((5, 3, 32), torch.float32, torch.float32), ((7, 1, 24), half, torch.float32), ((1, 8, 128), brain, brain)]

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.functional import rms_norm
 
 from dcpmla import DCPConfig, LatentCache, MLAAttention, MLAConfig, Placement, init_mesh
 from dcpmla.attention.mla import layer as layer_module
@@ -28,6 +29,7 @@ from dcpmla.comm.exchange import LocalExchange
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.families.table import attention_of
+from tests.support.kernels import randn
 from tests.support.layouts import dcp_config
 from tests.support.models import random_model, tiny_config
 from tests.support.ranks import run_ranks
@@ -83,10 +85,8 @@ def check_layer(
     Args:
         absorbs: Whether pieces of prompts attend with absorbed queries, in requests of three tokens.
     """
-    mesh, dtype = (
-        init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size),
-        next(iter(weights.values())).dtype,
-    )
+    mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
+    dtype = next(iter(weights.values())).dtype
     exchange = select_exchange(dcp, mesh.dcp_group, device).exchange
     layer = MLAAttention(config, Placement(dcp, mesh, exchange, dtype, device))
     layer.load_weights({**weights, "attn.q_scale": torch.tensor(Q_SCALE)})
@@ -94,10 +94,7 @@ def check_layer(
     cache.view(torch.uint8).fill_(0xFF)  # NaN in every format
     free = iter(range(cache.shape[0] - 1, -1, -1))
     tables = [[next(free) for _ in range(num_blocks(total, dcp))] for total in TOTALS]
-    hidden = [
-        torch.randn(total, config.hidden_size, generator=torch.Generator().manual_seed(total)).to(dtype)
-        for total in TOTALS
-    ]
+    hidden = [randn(total, config.hidden_size, dtype=dtype, seed=total) for total in TOTALS]
     kv_scale, q_scale = (None if scale is None else scale.cpu() for scale in (layer.kv_scale, layer.q_scale))
     for step in STEPS:
         requests, cached, new = zip(*step, strict=True)
@@ -152,9 +149,8 @@ def attend(
     absorbed, latents = queries_and_latents(weights, config, hidden)
     absorbed = absorbed[-num_new:]
     own = latents[len(latents) - num_new :] if is_prefill else cached[len(cached) - num_new :]
-    assert (
-        cached - latents
-    ).norm() < 2**-4 * latents.norm()  # they are this sequence's, each to a relative error of 2^-4
+    # They are this sequence's, each to a relative error of 2^-4.
+    assert (cached - latents).norm() < 2**-4 * latents.norm()
     assert not torch.equal(cached, latents)
     keys = torch.cat([cached[: len(cached) - num_new], own])
     if q_scale is not None and not is_prefill:
@@ -168,34 +164,27 @@ def queries_and_latents(weights: dict[str, Tensor], config: MLAConfig, hidden: T
     """[T, hidden] -> absorbed queries [T, heads, L + R] and latents [T, L + R], in float64."""
     w = {name.removesuffix(".weight"): weight.double() for name, weight in weights.items()}
     down = hidden @ w["kv_a_proj_with_mqa"].T + w["kv_a_proj_with_mqa.bias"]
-    q_c = norm(hidden @ w["q_a_proj"].T + w["q_a_proj.bias"], w["q_a_layernorm"])
-    q_nope, q_pe = (
-        (q_c @ w["q_b_proj"].T).unflatten(-1, (config.num_heads, -1)).tensor_split([config.qk_nope_head_dim], -1)
-    )
+    q_c = hidden @ w["q_a_proj"].T + w["q_a_proj.bias"]
+    q_c = rms_norm(q_c, q_c.shape[-1:], w["q_a_layernorm"], 1e-6)
+    q = (q_c @ w["q_b_proj"].T).unflatten(-1, (config.num_heads, -1))
+    q_nope, q_pe = q.tensor_split([config.qk_nope_head_dim], -1)
     w_uk = w["kv_b_proj"].unflatten(0, (config.num_heads, -1))[:, : config.qk_nope_head_dim]
     absorbed = torch.cat([torch.einsum("thp,hpl->thl", q_nope, w_uk), q_pe], -1)
     kv_c, k_pe = down.tensor_split([config.kv_lora_rank], -1)
-    return absorbed, torch.cat([norm(kv_c, w["kv_a_layernorm"]), k_pe], -1)
+    return absorbed, torch.cat([rms_norm(kv_c, kv_c.shape[-1:], w["kv_a_layernorm"], 1e-6), k_pe], -1)
 
 
 def over_latents(q: Tensor, keys: Tensor, config: MLAConfig) -> Tensor:
     """Absorbed queries [T, h, L + R] of a sequence's last tokens over its latents [S, L + R], causal -> [T, h, L]."""
     scores = torch.einsum("thd,sd->ths", q, keys) * config.softmax_scale
     is_later = torch.arange(len(keys)) > torch.arange(len(keys) - len(q), len(keys))[:, None]
-    return torch.einsum(
-        "ths,sl->thl", scores.masked_fill(is_later[:, None], -math.inf).softmax(-1), keys[:, : config.kv_lora_rank]
-    )
-
-
-def norm(x: Tensor, weight: Tensor) -> Tensor:
-    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+    probabilities = scores.masked_fill(is_later[:, None], -math.inf).softmax(-1)
+    return torch.einsum("ths,sl->thl", probabilities, keys[:, : config.kv_lora_rank])
 
 
 def check_layers(size: int) -> None:
-    weights, config = (
-        random_model(config_of_layer()).model.layers[0].self_attn.state_dict(),
-        without_positions(config_of_layer()),
-    )
+    weights = random_model(config_of_layer()).model.layers[0].self_attn.state_dict()
+    config = without_positions(config_of_layer())
     interleaves = {2: (1, 2, 16), 4: (16, 1, 2)}[size]
     for kv_format, interleave in zip(FORMATS, interleaves, strict=True):
         for absorbs in (False, True):
@@ -216,10 +205,7 @@ def check_layers(size: int) -> None:
 def check_layers_on_gpus(size: int) -> None:
     """DeepSeek's widths of a row, with all exchanges."""
     hf_config = config_of_layer(512, 64)
-    weights = {
-        name: weight.bfloat16()
-        for name, weight in random_model(hf_config).model.layers[0].self_attn.state_dict().items()
-    }
+    weights = random_model(hf_config).bfloat16().model.layers[0].self_attn.state_dict()
     for kv_format, backend in itertools.product(FORMATS, ("ag_rs", "direct") if size > 1 else ("auto",)):
         dcp = layout(size, size, 2, kv_format, dcp_comm_backend=backend, block_size=64)
         for absorbs in (False, True):
@@ -242,8 +228,6 @@ def check_calculated_scales(weights: dict[str, Tensor], config: MLAConfig) -> No
     exchange = select_exchange(dcp, mesh.dcp_group, "cpu").exchange
     layer = MLAAttention(config, Placement(dcp, mesh, exchange, torch.float32, "cpu"))
     layer.load_weights(weights)
-    assert layer.kv_scale is not None
-    assert layer.q_scale is not None
     addresses = layer.kv_scale.data_ptr(), layer.q_scale.data_ptr()
     cache = LatentCache(LatentCache.plan(config, dcp, 1, [20], torch.float32), torch.device("cpu"))[0].latents
     tables = [list(range(len(cache)))]
@@ -253,8 +237,6 @@ def check_calculated_scales(weights: dict[str, Tensor], config: MLAConfig) -> No
         with torch.no_grad():
             metadata = StepBuilder(dcp, mesh.dcp_rank).build(StepRequests([end - start], [end], tables))
             layer(hidden[start:end], LayerCache(cache), metadata)
-        assert layer.kv_scale is not None
-        assert layer.q_scale is not None
         return [float(layer.kv_scale), float(layer.q_scale)]
 
     assert run(0, 1) == [1, 1]  # a decode
@@ -282,9 +264,8 @@ def check_old_gpus(config: MLAConfig) -> None:
 
 
 def test_scales_of_a_checkpoint(tmp_path: Path) -> None:
-    save_file(
-        {"a.attn.k_scale": torch.tensor(0.5), "b.k_proj.k_scale": torch.tensor([0.25])}, tmp_path / "model.safetensors"
-    )
+    scales = {"a.attn.k_scale": torch.tensor(0.5), "b.k_proj.k_scale": torch.tensor([0.25])}
+    save_file(scales, tmp_path / "model.safetensors")
     checkpoint = Checkpoint(tmp_path)
     assert [read_scale(checkpoint.weights(prefix), KV_SCALE_NAMES) for prefix in ("a.", "b.", "c.")] == [0.5, 0.25, 1]
     dcp = layout(1, 1, 1, ("fp8", "fp8"), kv_cache_scale=None)

@@ -5,8 +5,8 @@ token by token.
 import math
 import random
 from collections.abc import Sequence
+from unittest.mock import patch
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,10 +37,20 @@ def attend_heads(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> t
     return torch.stack([out for out, _ in rows]), torch.tensor([lse for _, lse in rows], dtype=torch.float64)
 
 
-def check_close(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], atol: float = 1e-5) -> None:
-    assert got[1].dtype == torch.float32
-    torch.testing.assert_close(got[0].double(), wanted[0], atol=atol, rtol=0)
-    torch.testing.assert_close(got[1].double(), wanted[1], atol=1e-5, rtol=1e-6)
+# Of outputs, then of LSEs, which are float32. Inputs are exact in 16 bits: what is left is one rounding of the output.
+TOLERANCES = {
+    torch.float64: ({"atol": 1e-12, "rtol": 1e-12}, {"atol": 1e-6, "rtol": 2**-23}),
+    torch.float32: ({"atol": 1e-5, "rtol": 0.0}, {"atol": 1e-5, "rtol": 1e-6}),
+    torch.bfloat16: ({"atol": 1e-5, "rtol": 2**-8}, {"atol": 1e-5, "rtol": 0.0}),
+    torch.float16: ({"atol": 1e-5, "rtol": 2**-11}, {"atol": 1e-5, "rtol": 0.0}),
+}
+
+
+def check_close(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], dtype: torch.dtype, **of_out: float) -> None:
+    """Compare (out, lse) in a dtype with float64; of_out: Tolerances of out in place of the dtype's."""
+    assert (got[0].dtype, got[1].dtype) == (dtype, torch.float32)
+    for one, other, tolerance in zip(got, wanted, TOLERANCES[dtype], strict=True):
+        torch.testing.assert_close(one.double(), other, **(of_out if of_out and one is got[0] else tolerance))
 
 
 class PagedCache:
@@ -94,6 +104,8 @@ def naive_decode(q: Tensor, sequences: Sequence[Tensor], scale: float, kv_lora_r
     garbage=st.tuples(st.sampled_from([math.nan, math.inf, -math.inf, 1e30]), st.booleans()),
     is_uniform=st.booleans(),
     padding=st.integers(0, 2),
+    form=st.sampled_from([(torch.float32, 1.0), (torch.bfloat16, 1.0), (torch.float64, 1e-4), (torch.float64, 1e3)]),
+    max_gathered=st.sampled_from([1, 100, 1000, 1 << 28]),
     seed=st.integers(0, 10**6),
 )
 def test_decode(
@@ -102,92 +114,49 @@ def test_decode(
     garbage: tuple[float, bool],
     is_uniform: bool,
     padding: int,
+    form: tuple[torch.dtype, float],
+    max_gathered: int,
     seed: int,
 ) -> None:
     """Ragged lengths, some empty. Query tokens of a request share its blocks; each sees the first tokens of the cache,
-    up to its own bound; padding sees none.
+    up to its own bound; padding sees none. The cache is a layer's slice of a larger one, the table the first columns of
+    a wider one. Scores of thousands overflow an exp that does not subtract the maximum.
     """
-    draw, (num_heads, block_size) = random.Random(seed), sizes
+    draw, (num_heads, block_size), (dtype, magnitude) = random.Random(seed), sizes, form
     query_lens = [requests[0][0] if is_uniform else query for query, _ in requests]
     lens = [length for _, length in requests]
-    cache = PagedCache(lens, block_size, seed=seed, garbage=garbage[0], pads_with_block=garbage[1])
+    cache = PagedCache(lens, block_size, dtype, seed, garbage[0], pads_with_block=garbage[1])
     bounds = [
         sorted(draw.randint(length if query == 1 else 0, length) for _ in range(query))
         for query, length in zip(query_lens, lens, strict=True)
     ]
     sequences = [cache.sequences[request][:bound] for request, seen in enumerate(bounds) for bound in seen]
     seq_lens = torch.tensor([bound for seen in bounds for bound in seen], dtype=torch.int32)
-    q = torch.randn(len(sequences), num_heads, L + R, generator=torch.Generator().manual_seed(seed))
+    q = magnitude * torch.randn(len(sequences), num_heads, L + R, generator=torch.Generator().manual_seed(seed))
+    q = q.to(dtype)
     wanted = naive_decode(q, sequences, SCALE)
-    rows = cache.kv_cache, cache.block_table
+    layers = torch.stack([torch.full_like(cache.kv_cache, math.nan), cache.kv_cache], 1)
+    wide = torch.cat([cache.block_table, torch.full_like(cache.block_table, 10**6)], 1)
+    rows = layers[:, 1], wide[:, : cache.block_table.shape[1]]
+    tolerance = {"atol": 1e-10, "rtol": 1e-10} if magnitude > 1 else {}
     if is_uniform:
-        got = decode(q, *rows, seq_lens, SCALE, L, max_query_len=query_lens[0])
-        assert got[0].shape == (len(q), num_heads, L)
-        check_close(got, wanted)
-        parts = decode(in_parts(q, L), *rows, seq_lens, SCALE, L, max_query_len=query_lens[0])
-        assert all(map(torch.equal, parts, got))
+        numbers, tiles, compute = (seq_lens, SCALE, L), [], reference._decode_tile
+        watched = lambda *call: (tiles.append(call), compute(*call))[1]  # noqa: E731
+        tokens_of_tile = max(1, max_gathered // (rows[1].shape[1] * block_size * (L + R)))
+        with patch.multiple(reference, _decode_tile=watched, _MAX_GATHERED=max_gathered):
+            got = decode(q, *rows, *numbers, max_query_len=query_lens[0])
+            assert len(tiles) == -(-len(q) // tokens_of_tile)
+            parts = decode(in_parts(q, L), *rows, *numbers, max_query_len=query_lens[0])
+        check_close(got, wanted, dtype, **tolerance)
+        torch.testing.assert_close(parts, got, atol=0, rtol=0)
     start_loc = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
     padded_q = torch.cat([q, q[:1].expand(padding, -1, -1)])
     padded_lens = torch.cat([seq_lens, seq_lens.new_zeros(padding)])
     ragged = {"query_start_loc": start_loc, "max_query_len": max(query_lens)}
     out, lse = decode(padded_q, *rows, padded_lens, SCALE, L, **ragged)
-    check_close((out[: len(q)], lse[: len(q)]), wanted)
+    check_close((out[: len(q)], lse[: len(q)]), wanted, dtype, **tolerance)
     assert not out[len(q) :].any()
     assert (lse[len(q) :] == -math.inf).all()
-
-
-@pytest.mark.parametrize("magnitude", [1e-4, 1e3])
-def test_decode_with_scores_far_from_one(magnitude: float) -> None:
-    """Scores of thousands overflow an exp that does not subtract the maximum."""
-    cache = PagedCache([7, 12], 4, dtype=torch.float64)
-    q = magnitude * torch.randn(2, 2, L + R, dtype=torch.float64)
-    out, lse = decode(q, cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L)
-    assert out.dtype == torch.float64
-    assert lse.dtype == torch.float32
-    wanted, wanted_lse = naive_decode(q, cache.sequences, SCALE)
-    torch.testing.assert_close(out, wanted, atol=1e-10, rtol=1e-10)
-    torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-6, rtol=2**-23)
-
-
-def test_decode_in_bfloat16_computes_in_float32() -> None:
-    """Inputs are exact in bfloat16: what is left is one rounding of the output."""
-    cache = PagedCache([30, 3], 4, dtype=torch.bfloat16)
-    q = torch.randn(2, 2, L + R).bfloat16()
-    out, lse = decode(q, cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L)
-    assert out.dtype == torch.bfloat16
-    wanted, wanted_lse = naive_decode(q, cache.sequences, SCALE)
-    torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=2**-8)
-    torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-5, rtol=0)
-
-
-def test_decode_of_strided_views() -> None:
-    """A layer's slice of a cache that holds all layers, the first columns of a wider table, heads cut out of a wider
-    query.
-    """
-    cache = PagedCache([6, 11], 4)
-    layers = torch.stack([torch.full_like(cache.kv_cache, math.nan), cache.kv_cache], 1)
-    table = torch.cat([cache.block_table, torch.full_like(cache.block_table, 10**6)], -1)[
-        :, : cache.block_table.shape[1]
-    ]
-    q = torch.randn(2, 5, L + R + 2)[:, 1:4, 1:-1]
-    check_close(
-        decode(q, layers[:, 1], table, cache.seq_lens, SCALE, L),
-        naive_decode(q, cache.sequences, SCALE),
-    )
-
-
-@pytest.mark.parametrize("max_gathered", [1, 100, 1000])
-def test_decode_in_tiles_is_the_same(monkeypatch: pytest.MonkeyPatch, max_gathered: int) -> None:
-    cache = PagedCache([6, 0, 11, 3, 9], 4)
-    q = torch.randn(5, 2, L + R)
-    calls, tile = [], reference._decode_tile
-    monkeypatch.setattr(reference, "_decode_tile", lambda *args: (calls.append(args), tile(*args))[1])
-    monkeypatch.setattr(reference, "_MAX_GATHERED", max_gathered)
-    check_close(
-        decode(q, cache.kv_cache, cache.block_table, cache.seq_lens, SCALE, L),
-        naive_decode(q, cache.sequences, SCALE),
-    )
-    assert len(calls) == {1: 5, 100: 5, 1000: 1}[max_gathered]
 
 
 def test_decode_of_nothing() -> None:

@@ -1,10 +1,8 @@
-"""The plain-torch prefill against softmax attention written out in float64, alone and over a context sharded on
-simulated ranks.
-"""
+"""The plain-torch prefill against softmax attention written out in float64, and its chunks of context."""
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,11 +17,9 @@ from dcpmla.attention.backends.choice import PREFILL_BACKENDS, select_backend
 from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.comm.exchange import LocalExchange
-from tests.attention.test_reference import SCALE, L, P, R, V, attend_heads, check_close
-from tests.support.backends import prefill_call, up
-from tests.support.layouts import dcp_config
+from tests.attention.test_reference import SCALE, TOLERANCES, L, P, R, V, attend_heads, check_close
+from tests.support.backends import up
 from tests.support.prefill_checks import segments
-from tests.support.sharded_context import ShardedContext
 
 
 def naive_prefill(
@@ -41,11 +37,7 @@ def naive_prefill(
 
 
 def ragged(
-    query_lens: Sequence[int],
-    key_lens: Sequence[int],
-    num_heads: int,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
+    query_lens: Sequence[int], key_lens: Sequence[int], num_heads: int, seed: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shapes = [(sum(query_lens), num_heads, P + R), (sum(key_lens), num_heads, P + R), (sum(key_lens), num_heads, V)]
@@ -57,68 +49,36 @@ def ragged(
     query_lens=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     num_heads=st.integers(1, 3),
     causal=st.booleans(),
+    dtype=st.sampled_from(list(TOLERANCES)),
+    max_scores=st.sampled_from([1, 7, 40, 100, 1 << 25]),
     seed=st.integers(0, 10**6),
     data=st.data(),
 )
-def test_prefill(query_lens: list[int], num_heads: int, causal: bool, seed: int, data: st.DataObject) -> None:
-    """Ragged; where not causal, any number of keys, none included."""
+def test_prefill(
+    query_lens: list[int],
+    num_heads: int,
+    causal: bool,
+    dtype: torch.dtype,
+    max_scores: int,
+    seed: int,
+    data: st.DataObject,
+) -> None:
+    """Ragged; where not causal, any number of keys, none included. A tile has at least one query's scores."""
     count = len(query_lens)
     key_lens = query_lens if causal else data.draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
-    q, k, v = ragged(query_lens, key_lens, num_heads, seed)
+    q, k, v = ragged(query_lens, key_lens, num_heads, seed, dtype)
     k[..., P:] = k[:, :1, P:]  # every head has the same rope part
     call = PrefillCall(
         q, k[..., :P], k[:, 0, P:], v, *segments(query_lens, "cpu"), *segments(key_lens, "cpu"), SCALE, causal
     )
     backend = select_backend(PREFILL_BACKENDS, call)
     assert backend.name == "torch"
-    got = backend.run(call)
-    assert got[0].shape == (sum(query_lens), num_heads, V)
-    check_close(got, naive_prefill(q, k, v, query_lens, key_lens, causal))
-
-
-def test_no_backend_for_a_device() -> None:
-    q = torch.empty(1, 2, P + R, device="meta")
-    with pytest.raises(ValueError, match="torch: q is on device meta, not 'cpu' or 'cuda'$"):
-        select_backend(PREFILL_BACKENDS, prefill_call(q, q[:, 0], q))
-
-
-@pytest.mark.parametrize("max_scores", [1, 7, 40, 100])
-@pytest.mark.parametrize("causal", [True, False])
-def test_prefill_in_tiles_is_the_same(monkeypatch: pytest.MonkeyPatch, causal: bool, max_scores: int) -> None:
-    query_lens, key_lens = [5, 13, 1, 8], [5, 13, 1, 8] if causal else [3, 0, 11, 20]
-    q, k, v = ragged(query_lens, key_lens, 2)
-    bounds = [segments(lens, "cpu").start for lens in (query_lens, key_lens)]
-    wanted = naive_prefill(q, k, v, query_lens, key_lens, causal)
-    sizes = []
-    softmax = reference._softmax
-    monkeypatch.setattr(reference, "_softmax", lambda scores: (sizes.append(scores.numel()), softmax(scores))[1])
-    monkeypatch.setattr(reference, "_MAX_SCORES", max_scores)
-    check_close(reference.mha_prefill(q, k, v, *bounds, SCALE, causal), wanted)
-    assert max(sizes) <= max(max_scores, 2 * max(key_lens))  # one query's row is the least there is
-    assert len(sizes) > len(query_lens)
-
-
-@pytest.mark.parametrize(("dtype", "rtol"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11), (torch.float64, 1e-12)])
-def test_prefill_keeps_the_dtype_and_rounds_once(dtype: torch.dtype, rtol: float) -> None:
-    q, k, v = ragged([20, 3], [20, 3], 2, dtype=dtype)
-    out, lse = reference.mha_prefill(q, k, v, [0, 20, 23], [0, 20, 23], SCALE, True)
-    wanted, wanted_lse = naive_prefill(q, k, v, [20, 3], [20, 3], True)
-    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
-    torch.testing.assert_close(out.double(), wanted, atol=1e-12 if dtype == torch.float64 else 1e-5, rtol=rtol)
-    torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("size", "interleave", "block_size"), [(1, 1, 4), (2, 1, 4), (3, 2, 4), (4, 16, 16), (8, 1, 4)]
-)
-@pytest.mark.parametrize("num_chunks_worth", [1, 3])
-def test_prefill_over_a_sharded_context(size: int, interleave: int, block_size: int, num_chunks_worth: int) -> None:
-    """Cached context on all ranks, chunk by chunk, then the new tokens: attention over the whole sequence, causal where
-    it is new.
-    """
-    dcp = dcp_config(size, size, interleave, block_size=block_size)
-    dcp = replace(dcp, context_workspace_tokens=2 * num_chunks_worth * dcp.chunk_alignment)
-    ShardedContext(dcp, [4, 3, 6], [37, 0, 2]).check()
+    sizes, softmax = [0], reference._softmax
+    watched = lambda scores: (sizes.append(scores.numel()), softmax(scores))[1]  # noqa: E731
+    with patch.multiple(reference, _softmax=watched, _MAX_SCORES=max_scores):
+        got = backend.run(call)
+    check_close(got, naive_prefill(q, k, v, query_lens, key_lens, causal), dtype)
+    assert max(sizes) <= max(max_scores, num_heads * max(key_lens))
 
 
 def test_many_context_chunks_round_once() -> None:
@@ -134,7 +94,6 @@ def test_many_context_chunks_round_once() -> None:
     def run(dtype: torch.dtype, workspace: int) -> Tensor:
         dcp = DCPConfig(block_size=16, context_workspace_tokens=workspace)
         prefill = StepBuilder(dcp, 0).build(StepRequests([tokens], [context + tokens], table)).prefill
-        assert prefill is not None
         new = latents[context:].to(dtype)
         out, _ = dcp_mla_prefill(
             q.to(dtype), new[:, :L], new[:, L:], cache.to(dtype), up(w_kv_b.to(dtype)), prefill, SCALE, LocalExchange()
@@ -187,7 +146,6 @@ def test_chunks_begin_ahead_and_none_is_kept(monkeypatch: pytest.MonkeyPatch) ->
 
     dcp = DCPConfig(block_size=4, context_workspace_tokens=16)
     step = StepBuilder(dcp, 0).build(StepRequests([3], [40], [list(range(10))])).prefill
-    assert step is not None
     latents, cache = torch.randn(3, L + R), torch.randn(10, 4, L + R)
     with torch.no_grad():
         dcp_mla_prefill(torch.randn(3, 2, P + R), latents[:, :L], latents[:, L:], cache, watched, step, SCALE, exchange)

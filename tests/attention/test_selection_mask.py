@@ -9,22 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dcpmla import DCPConfig, dcp_mla_prefill
 from dcpmla.attention.backends import obstacles
 from dcpmla.attention.backends.choice import PREFILL_BACKENDS
 from dcpmla.attention.backends.mask import selection_mask, unpack_mask
-from dcpmla.attention.step.metadata import StepBuilder
-from dcpmla.attention.step.table import StepRequests
-from dcpmla.comm.exchange import LocalExchange
-from tests.attention.test_reference import SCALE, L, P, R, V
-from tests.support.backends import prefill_call, up
+from dcpmla.attention.triton import mask as kernels
+from tests.support.backends import prefill_call
 from tests.support.hopper import ptx_for_hopper
 from tests.support.kernels import on_both, run_kernels
 from tests.support.layouts import dcp_config
 from tests.support.prefill_checks import segments
 from tests.support.sharded_context import ShardedContext
-
-pytest.importorskip("triton")
 
 
 def select(seq_lens: Sequence[int], topk: int, seed: int = 0) -> Tensor:
@@ -44,9 +38,8 @@ def seq_lens_of_tokens(query_lens: Sequence[int], seq_lens: Sequence[int]) -> li
 
 
 @given(
-    segment=st.lists(
-        st.tuples(st.integers(1, 4), st.integers(0, 80)), min_size=1, max_size=4
-    ),  # tokens, first position
+    # Tokens, first position.
+    segment=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 80)), min_size=1, max_size=4),
     num_keys=st.integers(1, 100),
     topk=st.integers(1, 40),
     seed=st.integers(0, 10**6),
@@ -72,8 +65,6 @@ def test_selection_mask(segment: list[tuple[int, int]], num_keys: int, topk: int
 
 def check_mask_kernel(device: str) -> None:
     """Against the specification: rows of a wider tensor, top-k that is no power of 2, -1 everywhere, many requests."""
-    from dcpmla.attention.triton.mask import selection_mask as kernel
-
     for query_lens, first, topk, num_keys in (
         ([3, 1, 9], [100, 0, 31], 40, 130),
         ([1] * 17, list(range(17)), 64, 32),
@@ -84,7 +75,9 @@ def check_mask_kernel(device: str) -> None:
         wide = torch.cat([positions, torch.arange(len(positions) * 3, dtype=torch.int32).view(-1, 3)], 1)
         start_loc, first_position = segments(query_lens, "cpu").start_loc, torch.tensor(first, dtype=torch.int32)
         expected = selection_mask(positions, start_loc, first_position, num_keys)
-        got = kernel(wide.to(device)[:, :topk], start_loc.to(device), first_position.to(device), num_keys)
+        got = kernels.selection_mask(
+            wide.to(device)[:, :topk], start_loc.to(device), first_position.to(device), num_keys
+        )
         assert torch.equal(got.cpu(), expected)
         assert expected.count_nonzero()
 
@@ -95,9 +88,7 @@ def test_the_kernel(device: str) -> None:
 
 
 def test_mask_kernel_compiles_for_hopper() -> None:
-    from dcpmla.attention.triton.mask import selection_mask_kernel
-
-    ptx_for_hopper(selection_mask_kernel, "i32", {"TOPK": 2048, "BLOCK": 2048})
+    ptx_for_hopper(kernels.selection_mask_kernel, "i32", {"TOPK": 2048, "BLOCK": 2048})
 
 
 @on_both
@@ -120,10 +111,10 @@ def test_a_mask_passes_over_kernels_that_take_none(monkeypatch: pytest.MonkeyPat
             assert next(backend.name for backend in PREFILL_BACKENDS if not backend.obstacle(call)) == name
 
 
-@pytest.mark.parametrize(("size", "interleave", "block_size"), [(1, 1, 4), (2, 1, 4), (3, 2, 4), (4, 4, 4)])
+@pytest.mark.parametrize(("size", "interleave", "block_size"), [(1, 1, 4), (2, 1, 4), (3, 2, 4), (4, 4, 4), (8, 1, 4)])
 def test_prefill_over_selected_positions(size: int, interleave: int, block_size: int) -> None:
     """Context in several chunks, of other lengths, or none; tokens that select all they have, one position, none of a
-    segment.
+    segment; then all tokens without a selection.
     """
     query_lens, context_lens, topk = [5, 3, 34], [137, 0, 2], 9
     seq_lens = [query + context for query, context in zip(query_lens, context_lens, strict=True)]
@@ -134,18 +125,7 @@ def test_prefill_over_selected_positions(size: int, interleave: int, block_size:
     positions[1, topk // 2] = 70
     positions[2] = torch.tensor([139, 137, 138] + [-1] * (topk - 3))  # new tokens alone
     context = ShardedContext(replace(dcp, context_workspace_tokens=workspace), query_lens, context_lens)
-    context.check(min_chunks=3, positions=positions)
-
-
-def test_positions_of_other_tokens() -> None:
-    prefill = StepBuilder(DCPConfig(block_size=4), 0).build(StepRequests([3], [3], [[0]])).prefill
-    assert prefill is not None
-    rows = (
-        torch.zeros(3, 2, P + R),
-        torch.zeros(3, L),
-        torch.zeros(3, R),
-        torch.zeros(1, 4, L + R),
-        up(torch.zeros(2, P + V, L)),
-    )
-    with pytest.raises(ValueError, match="selected_positions has 4 rows; expected one for each of the 3 tokens of q"):
-        dcp_mla_prefill(*rows, prefill, SCALE, LocalExchange(), selected_positions=select([1, 2, 3, 4], 2))
+    for selected in (positions, None):
+        context.check(min_chunks=3, positions=selected)
+    with pytest.raises(ValueError, match="selected_positions has 43 rows; expected one for each of the 42 tokens of q"):
+        context.check(positions=torch.cat([positions, positions[:1]]))

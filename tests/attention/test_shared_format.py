@@ -79,14 +79,6 @@ def test_bytes(head_dim: int) -> None:
     assert ((found - held).abs().amax(1) <= held.abs().amax(1) / 14 + 1e-4).all()
 
 
-def test_rows_in_their_own_dtype() -> None:
-    cache = torch.full(rows_shape(5, 16, torch.bfloat16), torch.nan, dtype=torch.bfloat16)
-    rows = torch.randn(3, 16)
-    write_rows(cache, rows, torch.tensor([4, -1, 0]))
-    assert torch.equal(read_rows(cache, torch.tensor([4, 0]), 16, torch.float32), rows[[0, 2]].bfloat16().float())
-    assert cache[1:4].isnan().all()
-
-
 @pytest.mark.parametrize("head_dim", [64, 100, 640])
 def test_widths_without_a_format(head_dim: int) -> None:
     with pytest.raises(ValueError, match=f"fp8_ds_mla takes rows of 64 rotated values .* head_dim is {head_dim}$"):

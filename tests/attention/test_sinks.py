@@ -3,11 +3,12 @@
 The kernel runs in Triton's interpreter, on a GPU if there is one, and is compiled for Hopper.
 """
 
-import pytest
 import torch
 from torch import Tensor
+from triton.compiler import ASTSource
 
 from dcpmla.attention.output.sinks import apply_sinks
+from dcpmla.attention.triton import sinks as kernels
 from tests.support.hopper import compile_for_hopper
 from tests.support.kernels import on_both, run_kernels
 
@@ -37,8 +38,6 @@ def test_the_custom_op() -> None:
 
 
 def check_kernel(device: str) -> None:
-    from dcpmla.attention.triton import sinks as kernels
-
     for dtype in TOLERANCE if device == "cuda" else (torch.float32, torch.float16):
         for sizes in ((5, 3, 20), (1, 16, 512), (0, 2, 8), (33, 2, 256)):
             case = make_case(*sizes, dtype)
@@ -53,12 +52,7 @@ def test_the_kernel(device: str) -> None:
 
 
 def test_the_kernel_compiles() -> None:
-    pytest.importorskip("triton")
-    from triton.compiler import ASTSource
-
-    from dcpmla.attention.triton.sinks import sinks_kernel
-
     types = {"out_ptr": "*bf16", "scaled_ptr": "*bf16", "lse_ptr": "*fp32", "sinks_ptr": "*fp32"}
     constants = {"NUM_HEADS": 32, "WIDTH": 512, "COLUMNS": 512, "ROWS": 4}
-    _, said = compile_for_hopper(sinks_kernel, ASTSource, types, constants)
+    _, said = compile_for_hopper(kernels.sinks_kernel, ASTSource, types, constants)
     assert "0 bytes spill stores" in said

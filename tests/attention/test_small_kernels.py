@@ -15,6 +15,10 @@ from torch import Tensor
 from dcpmla.attention import head_factors, projections
 from dcpmla.attention.mla.prefill import read_cache_rows
 from dcpmla.attention.projection_calls import LatentWrite, QueryAbsorption, ValueProjection
+from dcpmla.attention.triton import head_factors as factor_kernels
+from dcpmla.attention.triton import projections as kernels
+from dcpmla.attention.triton.rope import rotate_kernel, rotate_query_
+from dcpmla.cache import kernels as cache_kernels
 from tests.support.hopper import ptx_for_hopper as compile_for_hopper
 from tests.support.kernels import cut, on, on_both, randn, run_kernels
 
@@ -75,8 +79,6 @@ def with_dtypes(device: str, cases: Iterable[Any]) -> Iterator[Any]:
 
 
 def check_latents(device: str) -> None:
-    from dcpmla.attention.triton import projections as kernels
-
     sizes = (DEEPSEEK, NO_Q_LORA, ODD) if device == "cuda" else (ODD, (0, *ODD[1:]))
     cases = itertools.product(sizes, (True, False), (True, False))
     for number, ((size, rope, interleaved), dtype) in enumerate(with_dtypes(device, cases)):
@@ -93,9 +95,6 @@ def check_latents(device: str) -> None:
 
 
 def check_queries(device: str) -> None:
-    from dcpmla.attention.triton import projections as kernels
-    from dcpmla.attention.triton.rope import rotate_query_
-
     # The interpreter multiplies bfloat16's bits, as integers.
     dtypes, cases = (torch.float32, torch.float16), [(5, ODD), (19, LONG)]
     if device == "cuda":
@@ -111,24 +110,20 @@ def check_queries(device: str) -> None:
 
 
 def check_factors(device: str) -> None:
-    from dcpmla.attention.triton import head_factors as kernels
-
     cases = itertools.product((0, 64, 5), (1, 3, 16), (64, 12))
     for (padding, num_heads, width), dtype in with_dtypes(device, cases):
         logs, scale, bias = (randn(size, dtype=dtype, seed=size) for size in (5, num_heads + 7, num_heads + 8))
         arguments = [cut(randn(5, num_heads, width, dtype=dtype)), logs, scale[7:], bias[8:], padding]
-        assert_near(kernels.scale_queries(*on(device, arguments)), head_factors.scale_queries(*arguments))
+        assert_near(factor_kernels.scale_queries(*on(device, arguments)), head_factors.scale_queries(*arguments))
 
 
 def check_rows(device: str) -> None:
-    from dcpmla.cache import kernels
-
     for width, dtype in itertools.product((576, 7) if device == "cuda" else (7,), (torch.float64, *DTYPES)):
         cache = randn(NUM_BLOCKS, 3, BLOCK_SIZE, width, dtype=dtype)[:, 1]
         slots = torch.tensor([3, 3, 0, 27, 9])
         (moved,) = on(device, [cache])
-        assert torch.equal(kernels.read_cache_rows(moved, slots.to(device)).cpu(), read_cache_rows(cache, slots))
-        assert kernels.read_cache_rows(moved, slots[:0].to(device)).shape == (0, width)
+        assert torch.equal(cache_kernels.read_cache_rows(moved, slots.to(device)).cpu(), read_cache_rows(cache, slots))
+        assert cache_kernels.read_cache_rows(moved, slots[:0].to(device)).shape == (0, width)
 
 
 @on_both
@@ -190,21 +185,15 @@ TYPES = {
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_kernels_compile_for_hopper(dtype: str) -> None:
     """Tiles of rows move 16 bytes a thread."""
-    pytest.importorskip("triton")
-    from dcpmla.attention.triton.head_factors import scale_kernel
-    from dcpmla.attention.triton.projections import absorb_kernel, latents_kernel
-    from dcpmla.attention.triton.rope import rotate_kernel
-    from dcpmla.cache.kernels import read_kernel
-
     without_q_lora = {"Q_RANK": 0, "Q_COLUMNS": 1, "q_weight_ptr": None, "cos_sin_ptr": None}
     for nothing in ({}, without_q_lora):
-        compile_for_hopper(latents_kernel, dtype, {**LATENTS, "kv_scale_ptr": None, **nothing}, **TYPES)
+        compile_for_hopper(kernels.latents_kernel, dtype, {**LATENTS, "kv_scale_ptr": None, **nothing}, **TYPES)
     normed = {name: value for name, value in LATENTS.items() if name != "k_pe_weight_ptr"}
-    compile_for_hopper(latents_kernel, dtype, {**normed, "kv_scale_ptr": None}, **TYPES)
+    compile_for_hopper(kernels.latents_kernel, dtype, {**normed, "kv_scale_ptr": None}, **TYPES)
     for kernel, constants in (
-        (absorb_kernel, {"q_scale_ptr": None, "w_scales_ptr": None, **QUERY}),
+        (kernels.absorb_kernel, {"q_scale_ptr": None, "w_scales_ptr": None, **QUERY}),
         (rotate_kernel, ROPE),
-        (read_kernel, {"WIDTH": 576, "ROWS": 4, "COLUMNS": 1024}),
+        (cache_kernels.read_kernel, {"WIDTH": 576, "ROWS": 4, "COLUMNS": 1024}),
     ):
         ptx = compile_for_hopper(kernel, dtype, constants, **TYPES)
         assert "ld.global.v4.b32" in ptx
@@ -212,8 +201,8 @@ def test_kernels_compile_for_hopper(dtype: str) -> None:
         assert not re.search(r"(st|ld)\.global\.b(8|16)\b", ptx)
     for padding in (0, 64):
         constants = {"WIDTH": 128, "OUT_WIDTH": 128 + padding, "COLUMNS": 128 if padding == 0 else 256}
-        ptx = compile_for_hopper(scale_kernel, dtype, constants)
+        ptx = compile_for_hopper(factor_kernels.scale_kernel, dtype, constants)
         assert "st.global.v4.b32" in ptx
     in_fp8 = {**TYPES, "w_uk_ptr": "*fp8e4nv", "w_scales_ptr": "*fp32"}
-    ptx = compile_for_hopper(absorb_kernel, dtype, {"q_scale_ptr": None, **QUERY}, **in_fp8)
+    ptx = compile_for_hopper(kernels.absorb_kernel, dtype, {"q_scale_ptr": None, **QUERY}, **in_fp8)
     assert not re.search(r"ld\.global\.b(8|16)\b", ptx)

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from dcpmla.attention.select import projections, scores
 from dcpmla.attention.select.calls import IndexNorm, IndexQueries, IndexRotation
+from dcpmla.attention.select.kernels import index_scores as score_kernels
+from dcpmla.attention.select.kernels import projections as kernels
 from dcpmla.cache.formats import FP8
 from dcpmla.cache.index_keys import index_row_width, index_to_fp8, read_index_keys, write_index_keys
 from tests.support.hopper import ptx_for_hopper
@@ -54,11 +56,8 @@ def scores_case(
         mine, ids = ids.split([needed[row], len(ids) - needed[row]])
         table[row, : needed[row]] = mine
         index = torch.arange(here)
-        write_index_keys(
-            cache,
-            randn(here, head_dim, dtype=dtype, seed=row),
-            mine[index // block_size] * block_size + index % block_size,
-        )
+        slots = mine[index // block_size] * block_size + index % block_size
+        write_index_keys(cache, randn(here, head_dim, dtype=dtype, seed=row), slots)
     q, weights = randn(len(tokens), heads, head_dim, dtype=dtype, seed=7), randn(len(tokens), heads, seed=8)
     if fp8:
         q, scales = index_to_fp8(q)
@@ -82,17 +81,13 @@ def cases_of_scores(device: str) -> list[tuple[list[tuple[int, int, int]], int, 
 
 def check_scores(device: str) -> None:
     """Compare with the torch code, and bits whatever else is scored: tokens of its request, of others, none."""
-    from dcpmla.attention.select.kernels.index_scores import index_scores
-
     for case in cases_of_scores(device):
         arguments = scores_case(*case)
         moved = on(device, arguments)
         arguments[3].masked_fill_(arguments[3] == NOWHERE, 0)  # the torch code looks at rows that are not scored
         # It works in float64, which takes a core of the host minutes.
-        got, wanted = (
-            index_scores(IndexQueries(*moved)).cpu(),
-            scores.index_scores.reference(IndexQueries(*on(device, arguments))).cpu(),
-        )
+        got = score_kernels.index_scores(IndexQueries(*moved)).cpu()
+        wanted = scores.index_scores.reference(IndexQueries(*on(device, arguments))).cpu()
         request, seq_lens, local_seq_lens = arguments[4:7]
         is_scored = (torch.arange(got.shape[1]) < local_seq_lens[:, None]) & (seq_lens > TOPK)[:, None]
         assert got.shape == wanted.shape
@@ -102,7 +97,8 @@ def check_scores(device: str) -> None:
         atol = 2e-3 if device == "cpu" else 4e-3 * float(wanted[is_scored].square().mean().sqrt())
         torch.testing.assert_close(got[is_scored], wanted[is_scored], atol=atol, rtol=2e-3)
         moved[3], moved[4] = moved[3][request.long()], torch.arange(len(request), dtype=torch.int32, device=device)
-        alone = index_scores(IndexQueries(*moved)).cpu()  # each token a request of its own: the form of decode
+        # Each token is a request of its own: the form of decode.
+        alone = score_kernels.index_scores(IndexQueries(*moved)).cpu()
         # The interpreter's products are NumPy's, whose last bits depend on their shape on some processors.
         tolerance = {"atol": 1e-4, "rtol": 1e-5} if device == "cpu" else {"atol": 0.0, "rtol": 0.0}
         torch.testing.assert_close(alone[is_scored], got[is_scored], **tolerance)
@@ -110,8 +106,6 @@ def check_scores(device: str) -> None:
 
 def check_projections(device: str) -> None:
     """Codes and scales of keys and queries; with a Hadamard transform values may round to a neighbour."""
-    from dcpmla.attention.select.kernels import projections as kernels
-
     cases = [(5, 32, 8, 5, torch.float32), (2, 128, 64, 40, torch.float16)]
     if device == "cuda":
         sizes = (5, 32, 8, 5), (64, 128, 64, 1), (32, 128, 64, 100)
@@ -120,11 +114,8 @@ def check_projections(device: str) -> None:
     for (heads, head_dim, rope, num_tokens, dtype), fp8, hadamard in itertools.product(
         cases, (True, False), (True, False)
     ):
-        for cos_sin, interleaved in (
-            (randn(num_tokens, rope, seed=3), False),
-            (randn(num_tokens, rope, seed=3), True),
-            (None, False),
-        ):
+        angles = randn(num_tokens, rope, seed=3)
+        for cos_sin, interleaved in ((angles, False), (angles, True), (None, False)):
             keys, weights = cut(randn(num_tokens, head_dim + heads, dtype=dtype)).tensor_split((head_dim,), -1)
             keys[:1] = 0
             cache = empty_cache(7, 16, head_dim, torch.uint8 if fp8 else dtype)
@@ -201,36 +192,23 @@ POINTERS = {
 @pytest.mark.parametrize(("dtype", "tokens"), [("fp8e4nv", 1), ("bf16", 2)])
 def test_scores_compile_for_hopper(dtype: str, tokens: int) -> None:
     """Products are wgmma's, with keys on their way while others are multiplied, 16 bytes a thread."""
-    pytest.importorskip("triton")
-    from dcpmla.attention.select.kernels.index_scores import scores_kernel
-
     is_fp8 = dtype == "fp8e4nv"
-    sizes = {
-        "NUM_HEADS": 64,
-        "HEAD_DIM": 128,
-        "COLUMNS": 128,
-        "BLOCK_SIZE": 64,
-        "TILES": 32,
-        "TOKENS": tokens,
-        "HEADS": 64,
-    }
-    ptx = ptx_for_hopper(scores_kernel, dtype, sizes, **POINTERS)
+    sizes = {"NUM_HEADS": 64, "HEAD_DIM": 128, "COLUMNS": 128, "BLOCK_SIZE": 64, "TILES": 32, "TOKENS": tokens}
+    sizes["HEADS"] = 64
+    ptx = ptx_for_hopper(score_kernels.scores_kernel, dtype, sizes, **POINTERS)
     assert f"wgmma.mma_async.sync.aligned.m64n{64 * tokens}k{32 if is_fp8 else 16}" in ptx
     assert "cp.async.cg.shared.global" in ptx
     assert ("cp.async.ca.shared.global" in ptx) == is_fp8  # scales of keys
 
 
 def test_projections_compile_for_hopper() -> None:
-    pytest.importorskip("triton")
-    from dcpmla.attention.select.kernels.projections import keys_kernel, queries_kernel
-
     sizes = {"WIDTH": 128, "COLUMNS": 128, "ROPE": 64, "ROWS": 16, "INTERLEAVED": True, "HADAMARD": True}
     types = {"slots_ptr": "*i64", "cos_sin_ptr": "*fp32", "eps": "fp32", "factor": "fp32", "factors_ptr": "*fp32"}
     for kernel, more, formats in (
-        (keys_kernel, {"BLOCK_SIZE": 64}, {"cache_ptr": "*u8"}),
-        (keys_kernel, {"BLOCK_SIZE": 64, "bias_ptr": None}, {"cache_ptr": "*u8"}),
-        (queries_kernel, {"NUM_HEADS": 64}, {"out_ptr": "*fp8e4nv"}),
-        (queries_kernel, {"NUM_HEADS": 64}, {"out_ptr": "*fp8e4nv", "weights_ptr": "*fp32"}),
+        (kernels.keys_kernel, {"BLOCK_SIZE": 64}, {"cache_ptr": "*u8"}),
+        (kernels.keys_kernel, {"BLOCK_SIZE": 64, "bias_ptr": None}, {"cache_ptr": "*u8"}),
+        (kernels.queries_kernel, {"NUM_HEADS": 64}, {"out_ptr": "*fp8e4nv"}),
+        (kernels.queries_kernel, {"NUM_HEADS": 64}, {"out_ptr": "*fp8e4nv", "weights_ptr": "*fp32"}),
     ):
         ptx = ptx_for_hopper(kernel, "bf16", {**sizes, **more}, **types, **formats)
         assert "st.global.v4.b32" in ptx

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 
 from dcpmla import DCPConfig, DCPMesh, MLAAttention, Placement, StepMetadata, init_mesh
 from dcpmla.attention.mla import layer as layer_module
@@ -21,10 +20,10 @@ from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.layers import LayerCache
 from dcpmla.comm.select import select_exchange
 from dcpmla.integrations.families.table import attention_of
-from tests.attention.test_layer import layout
+from tests.attention.test_layer import hidden_states, layout, rope
 from tests.support.layer_batches import run_batch
 from tests.support.models import random_model, tiny_config
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.steps import part, selection_of
 
 TOPK = 24
@@ -32,19 +31,8 @@ PADDING = 3
 # (tokens cached before the step, new tokens): decodes of one token and of three, below top-k, at it and beyond;
 # prefills likewise.
 BATCH = ((0, 1), (23, 1), (24, 1), (70, 1), (41, 3), (0, 9), (0, 40), (30, 6), (66, 17))
+PROJECTED_FIRST = dataclasses.replace(layout(4, 2, 2, "ag_rs"), dcp_project_before_merge=True)
 Weights = dict[str, Tensor]
-
-
-def hidden_states(num_tokens: int, request: int) -> Tensor:
-    return torch.randn(num_tokens, 48, generator=torch.Generator().manual_seed(request))
-
-
-def rope(hf_config: Any, num_tokens: int) -> tuple[Tensor, Tensor]:
-    return DeepseekV3RotaryEmbedding(hf_config)(torch.empty(0), torch.arange(num_tokens)[None])  # type: ignore[no-any-return]
-
-
-def causal_mask(num_tokens: int) -> Tensor:
-    return torch.full((num_tokens, num_tokens), -torch.inf).triu(1)[None, None]
 
 
 def run_layers(
@@ -59,8 +47,8 @@ def run_layers(
 
     buffer: An engine's memory for positions.
     """
-    hidden = [hidden_states(cached + new, request) for request, (cached, new) in enumerate(BATCH)]
-    cos_sin = torch.cat([part[0, :, : part.shape[-1] // 2] for part in rope(hf_config, max(map(sum, BATCH)))], -1)
+    angles = rope(hf_config, max(map(sum, BATCH)), True)
+    cos_sin = torch.cat([part[0, :, : part.shape[-1] // 2] for part in angles], -1)
 
     def select(step: StepMetadata) -> StepMetadata:
         step = with_selection(step, TOPK, buffer)
@@ -69,7 +57,9 @@ def run_layers(
             memory.fill_(2**31 - 1)
         return step
 
-    outputs, step = run_batch(layers, dcp, BATCH, hidden, cos_sin, padding, 3, num_decodes, select)
+    outputs, step = run_batch(
+        layers, dcp, BATCH, hidden_states(hf_config, BATCH), cos_sin, padding, 3, num_decodes, select
+    )
     return outputs, selection_of(step)
 
 
@@ -85,13 +75,11 @@ def expected(hf_config: Any) -> list[Tensor]:
     """Return the first two attention layers' outputs of the new tokens of all requests, laid end to end."""
     modules = [decoder.self_attn for decoder in random_model(hf_config).model.layers[:2]]
     outputs: list[list[Tensor]] = [[] for _ in modules]
-    for request, (cached, new) in enumerate(BATCH):
-        hidden, reused = hidden_states(cached + new, request)[None], {}
+    for (cached, new), hidden in zip(BATCH, hidden_states(hf_config, BATCH), strict=True):
+        length, reused = cached + new, {}
+        angles, causal = rope(hf_config, length, True), torch.full((length, length), -torch.inf).triu(1)[None, None]
         for module, rows in zip(modules, outputs, strict=True):
-            positions = torch.arange(cached + new)[None]
-            out = module(
-                hidden, rope(hf_config, cached + new), causal_mask(cached + new), position_ids=positions, **reused
-            )
+            out = module(hidden[None], angles, causal, position_ids=torch.arange(length)[None], **reused)
             reused = {"prev_topk_indices": out[2]} if len(out) == 3 else {}
             rows.append(out[0][0, -new:])
     return [torch.cat(rows) for rows in outputs]
@@ -102,27 +90,22 @@ def check_layouts(hf_config: Any, layouts: list[DCPConfig]) -> None:
     hf_config._attn_implementation = "eager"
     model = random_model(hf_config).model
     layer_module.PROJECT_FIRST_TOKENS, metadata_module.PART_ROWS = 8, 144  # some parts project after the merge
-    selector_module.WORKSPACE_BYTES, scores_module._MAX_PRODUCTS = (
-        1 << 14,
-        1 << 14,
-    )  # tokens are scored, and selected for, in several turns
+    # Tokens are scored, and selected for, in several turns.
+    selector_module.WORKSPACE_BYTES = scores_module._MAX_PRODUCTS = 1 << 14
     with torch.no_grad():
         wanted = expected(hf_config)
         for dcp in layouts:
             mesh = init_mesh(dcp.tensor_parallel_size, dcp.decode_context_parallel_size)
             shared = [kind == "shared" for kind in getattr(hf_config, "indexer_types", ["full"] * 2)[:2]]
-            layers = [
-                new_layer(hf_config, dcp, mesh, model.layers[i].self_attn.state_dict(), skip)
-                for i, skip in enumerate(shared)
-            ]
+            weights = [layer.self_attn.state_dict() for layer in model.layers[:2]]
+            layers = [new_layer(hf_config, dcp, mesh, *each) for each in zip(weights, shared, strict=True)]
             for num_decodes in (None, len(BATCH)):
                 outputs, selection = run_layers(layers, hf_config, dcp, PADDING, num_decodes)
                 for out, rows in zip(outputs, wanted, strict=True):
                     torch.testing.assert_close(out[: len(rows)], rows, atol=1e-5, rtol=1e-4)
                     assert out.isfinite().all()  # padding took nothing from the rows after num_tokens
-                assert (
-                    mesh.dcp_rank == 0 or (selection.num_slots == 0).any()
-                )  # the first decode's one token is the first rank's
+                # The first decode's one token is the first rank's.
+                assert mesh.dcp_rank == 0 or (selection.num_slots == 0).any()
 
 
 @pytest.mark.parametrize(
@@ -130,10 +113,7 @@ def check_layouts(hf_config: Any, layouts: list[DCPConfig]) -> None:
     [
         ("deepseek_v32", [layout(1, 1)]),
         ("glm_moe_dsa", [layout(3, 3, 2, "ag_rs")]),
-        (
-            "deepseek_v32",
-            [layout(4, 4, 4, "a2a"), dataclasses.replace(layout(4, 2, 2, "ag_rs"), dcp_project_before_merge=True)],
-        ),
+        ("deepseek_v32", [layout(4, 4, 4, "a2a"), PROJECTED_FIRST]),
         ("glm_moe_dsa", [layout(8, 8, 1, "a2a")]),
     ],
     ids=["V3.2 on 1", "GLM-5 on 3", "V3.2 on 4", "GLM-5 on 8"],
@@ -168,8 +148,9 @@ def test_formats_of_the_index_cache() -> None:
         assert 0.9 < (exact * chosen).sum() / exact.sum() < 1  # rounding shows, a little
 
 
-def check_mistakes(hf_config: Any) -> None:
-    dcp, mesh = layout(1, 1), init_mesh(1, 1)
+@on_ranks(1)
+def test_mistakes_are_named() -> None:
+    hf_config, dcp, mesh = tiny_config("deepseek_v32"), layout(1, 1), init_mesh(1, 1)
     weights: Weights = dict(random_model(hf_config).model.layers[0].self_attn.state_dict())
     layer, reusing = (new_layer(hf_config, dcp, mesh, weights, skip) for skip in (False, True))
     dense = StepBuilder(dcp, 0).build(StepRequests([30], [30], [list(range(8))])).with_cos_sin(torch.zeros(30, 8))
@@ -212,7 +193,3 @@ def check_mistakes(hf_config: Any) -> None:
         ValueError, match=r"index_hadamard \(--index-hadamard\) takes a power of two; the indexer's head_dim is 24"
     ):
         MLAAttention(odd, dataclasses.replace(placement, dcp=dataclasses.replace(dcp, index_hadamard=True)))
-
-
-def test_mistakes_are_named() -> None:
-    run_ranks(1, check_mistakes, tiny_config("deepseek_v32"))

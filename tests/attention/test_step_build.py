@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dcpmla import DCPConfig
 from dcpmla.attention.backends.calls import Segments
 from dcpmla.attention.layers.linear.step import DeltaMetadata, delta_metadata
-from dcpmla.attention.select.step import SparseMetadata, with_selection
+from dcpmla.attention.select.step import with_selection
 from dcpmla.attention.step.chunks import max_chunk_tokens
 from dcpmla.attention.step.metadata import DecodeMetadata, StepBuilder
 from dcpmla.attention.step.table import StepRequests, StepTraits
@@ -20,59 +20,28 @@ from dcpmla.cache.latent import LatentPlan, LayerMemory
 from dcpmla.runtime.graph_inputs import GraphInputs
 from dcpmla.runtime.graph_sizes import GraphLimits, GraphSize
 from tests.support.layouts import dcp_config
-from tests.support.step_batches import make_batch
-from tests.support.steps import part, selection_of
 
 
 @pytest.mark.parametrize("interleave", [1, 16, 64])
 def test_one_rank_reads_a_chunk_in_token_order(interleave: int) -> None:
     dcp = dcp_config(1, 1, interleave, block_size=64, context_workspace_tokens=192)
     step = StepBuilder(dcp, 0).build(StepRequests([3, 9], [150, 75], [[3, 1, 2], [5, 4]]))
-    assert step.prefill is not None
     assert len(step.prefill.context_chunks) > 1
     for chunk in step.prefill.context_chunks:
         assert torch.equal(chunk.order, torch.arange(len(chunk.local_slots)))
         assert torch.equal(chunk.tokens, chunk.order)
 
 
-def test_layers_that_select_read_the_tables_and_lengths_of_the_step() -> None:
-    """The indexer sees the lengths of all requests, decodes see the first ones; nothing is uploaded twice."""
-    batch = make_batch([(3, 70), (1, 9), (2, 30), (9, 200)], 3, 2, 4)
-    requests = StepRequests(batch.query_lens, batch.seq_lens, batch.block_tables)
-    step = with_selection(StepBuilder(batch.dcp, 1).build(requests, 3), 300)
-    assert step.decode is not None
-    selectable, owner = part(step, SparseMetadata), batch.dcp.owner(1)
-    for name in ("block_table", "local_seq_lens"):
-        assert getattr(selectable, name).data_ptr() == getattr(step.decode, name).data_ptr()
-    assert torch.equal(selectable.local_seq_lens[: step.num_decode_tokens], step.decode.local_seq_lens)
-    lens = selectable.seq_lens.tolist()
-    assert selectable.local_seq_lens.tolist() == [owner.local_seq_lens(length) for length in lens]
-    assert selectable.block_table.tolist() == [table + [0] * (18 - len(table)) for table in batch.block_tables]
-    assert selectable.request.tolist() == [0] * 3 + [1] + [2] * 2 + [3] * 9
-    assert lens == (step.tokens.positions + 1).tolist()
-    assert selectable.max_seq_len == 209
-    assert selectable.selection is None  # no token has more than 300 before it
+COUNTS = "query_lens, seq_lens and block_tables have {} requests; they must have the same number"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ([], [], []),
-            "query_lens, seq_lens and block_tables have 0, 0 and 0 requests; they must have the same number, at least",
-        ),
-        (
-            ([1], [1, 2], [[0]]),
-            "query_lens, seq_lens and block_tables have 1, 2 and 1 requests; they must have the same number",
-        ),
-        (
-            ([1], [1], [[0], [1]]),
-            "query_lens, seq_lens and block_tables have 1, 1 and 2 requests; they must have the same number",
-        ),
-        (
-            ([1, 0], [1, 4], [[0], [1]]),
-            "request 1: query_lens is 0 and seq_lens 4; 1 <= query_lens <= seq_lens must hold",
-        ),
+        (([], [], []), COUNTS.format("0, 0 and 0") + ", at least"),
+        (([1], [1, 2], [[0]]), COUNTS.format("1, 2 and 1")),
+        (([1], [1], [[0], [1]]), COUNTS.format("1, 1 and 2")),
+        (([1, 0], [1, 4], [[0], [1]]), "request 1: query_lens is 0 and seq_lens 4; 1 <= query_lens <= seq_lens must"),
         (([5], [4], [[0]]), "request 0: query_lens is 5 and seq_lens 4; 1 <= query_lens <= seq_lens must hold"),
         (([1, 1], [1, 9], [[0], [3, -1]]), "request 1: block_tables has block -1; ids start at 0"),
         (([2, 2], [8, 9], [[0], [1]]), "request 1: block_tables has 1 blocks, room for 8 tokens; seq_lens is 9"),
@@ -83,12 +52,11 @@ def test_mistakes_are_named(arguments: tuple[Any, Any, Any], message: str) -> No
     dcp = dcp_config(2, 2, 4, block_size=4, context_workspace_tokens=20)
     with pytest.raises(ValueError, match="^" + re.escape(message)):
         StepBuilder(dcp, 0).build(StepRequests(*arguments))
-
-
-def test_rank_outside_the_group() -> None:
-    dcp = DCPConfig(tensor_parallel_size=2, decode_context_parallel_size=2)
     with pytest.raises(ValueError, match=r"dcp_rank is 2; .* must be in \[0, 2\)"):
-        StepBuilder(dcp, 2).build(StepRequests([1], [1], [[0]]))
+        StepBuilder(dcp, 2)
+    for num_decodes in (-1, 3):
+        with pytest.raises(ValueError, match=rf"^num_decodes is {num_decodes}; it must be in \[0, 2\]"):
+            StepBuilder(dcp, 0).build(StepRequests([3, 3], [4, 4], [[0], [1]]), num_decodes=num_decodes)
 
 
 @pytest.mark.parametrize(
@@ -110,39 +78,6 @@ def test_workspace_size(max_model_len: int, max_num_seqs: int, layout: tuple[int
     assert max_chunk_tokens(max_model_len, max_num_seqs, dcp.chunk_alignment) == expected
 
 
-@pytest.mark.parametrize("num_reqs", [1, 3])
-def test_a_step_of_one_token_of_each_request(num_reqs: int) -> None:
-    dcp, seq_lens = DCPConfig(block_size=4), [7 + index for index in range(num_reqs)]
-    tables = [[4 * index + block for block in range(4)] for index in range(num_reqs)]
-    steps = StepBuilder(dcp, 0)
-    step = steps.build(StepRequests([3] * num_reqs, seq_lens, tables), 3)
-    for index in range(3):
-        found = with_selection(step.nth_token(index), 2)
-        one_each = StepRequests([1] * num_reqs, [each - 2 + index for each in seq_lens], tables)
-        expected = with_selection(steps.build(one_each, 3), 2)
-        assert found.decode is not None
-        assert expected.decode is not None
-        for column, wanted in zip(found.tokens, expected.tokens, strict=True):
-            assert column.tolist() == wanted.tolist()
-            assert column.stride() == (1,)  # what kernels ask for
-        for name in ("begin", "end", "num_tokens", "row_start", "states"):
-            assert getattr(found.table, name).tolist() == getattr(expected.table, name).tolist()
-        assert found.decode.local_seq_lens.tolist() == expected.decode.local_seq_lens.tolist()
-        assert found.decode.local_seq_lens.stride() == (1,)
-        assert found.decode.max_query_len == expected.decode.max_query_len == 1
-        assert found.num_tokens == found.num_decode_tokens == found.num_decodes == num_reqs
-        assert (found.num_blocks, found.max_seq_len) == (step.num_blocks, step.max_seq_len)
-        for name in ("request", "seq_lens", "local_seq_lens"):
-            assert getattr(part(found, SparseMetadata), name) is getattr(found.tokens, name)
-        assert selection_of(found).positions.shape == (num_reqs, 2)
-
-
-@pytest.mark.parametrize("num_decodes", [-1, 3])
-def test_a_number_of_decodes_that_there_are_not_is_named(num_decodes: int) -> None:
-    with pytest.raises(ValueError, match=rf"^num_decodes is {num_decodes}; it must be in \[0, 2\]"):
-        StepBuilder(DCPConfig(), 0).build(StepRequests([3, 3], [4, 4], [[0], [1]]), num_decodes=num_decodes)
-
-
 @given(
     query_lens=st.lists(st.integers(1, 30), min_size=1, max_size=6),
     width=st.integers(1, 8),
@@ -152,12 +87,7 @@ def test_parts_of_decodes_are_whole_requests(query_lens: list[int], width: int, 
     """The parts are steps of their own, one after the other, as large as they may be."""
     lens, tables = [length + 5 for length in query_lens], [[index, 10 + index] for index in range(len(query_lens))]
     dcp, count = DCPConfig(block_size=32), len(query_lens)
-    decode = (
-        StepBuilder(dcp, 0)
-        .build(StepRequests(query_lens, lens, tables), max_decode_query_len=width, num_decodes=count)
-        .decode
-    )
-    assert decode is not None
+    decode = StepBuilder(dcp, 0).build(StepRequests(query_lens, lens, tables), width, count).decode
     parts = list(decode.parts(max_tokens))
     assert [some.start for some, _ in parts] == [0, *(some.stop for some, _ in parts[:-1])]
     assert parts[-1][0].stop == sum(query_lens)
@@ -225,4 +155,8 @@ def test_numbers_are_derived_once() -> None:
     step = StepBuilder(DCPConfig(block_size=16), 0).build(StepRequests([2], [30], [[0, 1]]), 2)
     made = [each.derive(list, lambda of: [of.num_tokens]) for each in (step, with_selection(step, 8), step)]
     assert made[0] is made[1] is made[2]
-    assert step.nth_token(1).derive(list, lambda of: [of.num_tokens]) == [1]
+    token = step.nth_token(1)
+    assert token.derive(list, lambda of: [of.num_tokens]) == [1]
+    assert token.num_tokens == token.num_decode_tokens == token.num_decodes == token.decode.max_query_len == 1
+    columns = *token.tokens, token.decode.local_seq_lens
+    assert {column.stride() for column in columns} == {(1,)}  # what kernels ask for

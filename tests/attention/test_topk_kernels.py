@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from dcpmla.attention.select import topk as spec
 from dcpmla.attention.select.candidates import EMPTY
+from dcpmla.attention.select.kernels import compaction, threshold
+from dcpmla.attention.select.kernels import topk as kernels
 from dcpmla.attention.select.slots import SlotLayout
 from dcpmla.attention.select.step import SelectedTokens
 from dcpmla.ownership import Owner
@@ -58,8 +61,6 @@ def adversarial(num_rows: int, num_columns: int, device: str) -> Iterator[Tensor
 
 def check(scores: Tensor, seq_lens: Tensor, topk: int, size: int, interleave: int, block_size: int = 8) -> None:
     """Compare both kernels with the torch code, on one rank of several and with candidates of all ranks."""
-    from dcpmla.attention.select.kernels import topk as kernels
-
     device, (num_tokens, num_columns), rank = scores.device, scores.shape, size - 1
     seq_lens = seq_lens.to(device)
     owner = Owner(rank, size, interleave)
@@ -103,8 +104,6 @@ def check_garbage(device: str, num_candidates: int, topk: int) -> None:
     """After an exchange that failed, candidates are anything: nothing is written beyond a row, nor a slot that is in no
     block.
     """
-    from dcpmla.attention.select.kernels import topk as kernels
-
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(-(2**63), 2**63 - 1, (num_candidates,), generator=generator)
     rows = [
@@ -132,10 +131,6 @@ def check_in_the_interpreter(numbers: tuple[int, ...]) -> None:
     """Check scores of `adversarial` by their numbers. Tiles have few keys: several of them for a row, and candidates
     that are cut twice; two warps, and several loads of each.
     """
-    import triton.language as tl
-
-    from dcpmla.attention.select.kernels import compaction, threshold
-    from dcpmla.attention.select.kernels import topk as kernels
 
     def no_less(numbers: Any, bound: Any) -> Any:
         return (numbers >= bound).to(tl.float32)
@@ -159,7 +154,6 @@ def check_in_the_interpreter(numbers: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("numbers", [(2, 6, 10, 12), pytest.param((0, 4, 8), marks=pytest.mark.thorough)])
 def test_kernels_in_the_interpreter(numbers: tuple[int, ...]) -> None:
     """Rounds are slow here; GPUs have all scores."""
-    pytest.importorskip("triton")
     run_interpreted(1, check_in_the_interpreter, numbers)
 
 
@@ -187,10 +181,7 @@ def test_kernels(num_columns: int, topk: int, size: int) -> None:
     ],
 )
 def test_tiles_of_a_row(num_rows: int, num_keys: int, width: int, tile: int) -> None:
-    pytest.importorskip("triton")
-    from dcpmla.attention.select.kernels.topk import _shared_tile
-
-    assert _shared_tile(num_rows, num_keys, width) == tile
+    assert kernels._shared_tile(num_rows, num_keys, width) == tile
 
 
 @pytest.mark.gpu
@@ -227,9 +218,6 @@ def test_kernels_compile_for_hopper(name: str, width: int, constants: dict[str, 
     """Keys are loaded 16 bytes a thread, and are stored from where they are: shared memory is for what sums and scans
     leave in it.
     """
-    pytest.importorskip("triton")
-    from dcpmla.attention.select.kernels import topk as kernels
-
     tile, num_warps = 4096, 4
     kernel, constants = getattr(kernels, name), {"TILE": tile, "WARPS": num_warps, **constants}
     compiled = compile_source(new_source(kernel, TYPES, constants, "stride|num_candidates"), {"num_warps": num_warps})

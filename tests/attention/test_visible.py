@@ -8,42 +8,17 @@ from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 
 from dcpmla.attention.layers.compressed import visible
 from dcpmla.attention.layers.compressed.calls import ChunkEntries, VisibleTokens
+from dcpmla.attention.layers.compressed.kernels import visible as kernels
 from dcpmla.attention.layers.compressed.visible import append_entries, ring_states, visible_in_rings, visible_rows
 from dcpmla.ownership import Owner
 from tests.support.hopper import ptx_for_hopper
 from tests.support.kernels import on, on_both, run_kernels
 
 SIZES = 2, 4, 8, 8  # ratio, entries of a block, window, rows of a request's window
-
-
-def test_rows_of_rings() -> None:
-    """Padding sees nothing, and the data of each ring is aligned."""
-    positions, request = torch.tensor([3, 9, 30]), torch.tensor([0, 1, 2], dtype=torch.int32)
-    states, table = torch.tensor([1, 4, -1], dtype=torch.int32), torch.arange(30, 60, dtype=torch.int32).view(3, 10)
-    owner = Owner()
-    in_rings = ring_states(states, 3, 5)
-    assert in_rings.tolist() == [[1, 4, -1], [6, 9, -1], [11, 14, -1]]
-    rows, num = visible_in_rings(VisibleTokens(positions, request, in_rings, table, *SIZES, owner))
-    assert rows.shape[:2] == num.shape == (3, 3)
-    for ring in range(3):
-        expected, num_expected = visible_rows(VisibleTokens(positions, request, in_rings[ring], table, *SIZES, owner))
-        assert torch.equal(num[ring], num_expected)
-        for token, count in enumerate(num_expected.tolist()):
-            assert torch.equal(rows[ring, token, :count], expected[token, :count])
-        assert {part[ring].data_ptr() % 16 for part in (rows, num, in_rings)} == {0}
-    assert num[:, 2].tolist() == [0, 0, 0]
-
-
-def test_a_step_without_decodes() -> None:
-    no_tokens = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32)
-    states, table = ring_states(torch.tensor([2], dtype=torch.int32), 2, 5), torch.zeros(1, 3, dtype=torch.int32)
-    rows, num = visible_in_rings(VisibleTokens(*no_tokens, states, table, *SIZES, Owner()))
-    assert rows.shape[:2] == num.shape == (2, 0)
 
 
 def visible_cases() -> Iterator[list[Any]]:
@@ -57,11 +32,9 @@ def visible_cases() -> Iterator[list[Any]]:
 
 
 def check_visible(device: str) -> None:
-    from dcpmla.attention.layers.compressed.kernels.visible import visible_rows as kernel
-
     for arguments in visible_cases():
         wanted, num = visible_rows(VisibleTokens(*arguments))
-        got, got_num = kernel(VisibleTokens(*on(device, arguments)))
+        got, got_num = kernels.visible_rows(VisibleTokens(*on(device, arguments)))
         assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
         assert torch.equal(got_num.cpu(), num)
         is_listed = torch.arange(wanted.shape[1]) < num[:, None]
@@ -83,14 +56,12 @@ def append_cases() -> Iterator[list[Any]]:
 
 
 def check_append(device: str) -> None:
-    from dcpmla.attention.layers.compressed.kernels.visible import append_entries as kernel
-
     for arguments in append_cases():
         rows, num, entries, first, end, base = arguments
         there = on(device, arguments)
         results = (
             append_entries(rows, num, entries, ChunkEntries(first, end, base)),
-            kernel(*there[:3], ChunkEntries(*there[3:])),
+            kernels.append_entries(*there[:3], ChunkEntries(*there[3:])),
         )
         for token in range(len(rows)):
             here = [entry for entry in entries[token].tolist() if first[token] <= entry < end[token]]
@@ -103,19 +74,22 @@ def check_append(device: str) -> None:
 
 def check_rings(device: str) -> None:
     """Compare any number of requests, some of which are padding, with a list for each ring in torch."""
-    from dcpmla.attention.layers.compressed.kernels import visible as kernels
-
     table = torch.arange(30, 80, dtype=torch.int32).view(5, 10)
-    for num_reqs, (num_rings, owner) in itertools.product(
-        range(1, 6), ((1, Owner()), (2, Owner(1, 2, 2)), (4, Owner()))
+    rings = (1, Owner()), (2, Owner(1, 2, 2)), (4, Owner())
+    for num_reqs, (num_rings, owner), listing in itertools.product(
+        range(6), rings, (visible_rows, kernels.visible_rows)
     ):
-        states = torch.tensor([3, -1, 0, 2, -1][-num_reqs:], dtype=torch.int32)
-        positions, request = torch.tensor([0, 9, 30, 17, 5][:num_reqs]), torch.arange(num_reqs, dtype=torch.int32)
+        states = torch.tensor([3, -1, 0, 2, -1], dtype=torch.int32)[5 - num_reqs :]
+        positions, request = torch.tensor([0, 9, 30, 17, 5])[:num_reqs], torch.arange(num_reqs, dtype=torch.int32)
         call = VisibleTokens(positions, request, states, table[:num_reqs], *SIZES, owner)
         there = on(device, call)
-        with patch.object(visible, "visible_rows", kernels.visible_rows):  # not the torch code
-            rows, num = visible_in_rings(there._replace(states=ring_states(there.states, num_rings, 5)))
+        in_rings = ring_states(there.states, num_rings, 5)
+        with patch.object(visible, "visible_rows", listing):
+            rows, num = visible_in_rings(there._replace(states=in_rings))
+        assert rows.shape[:2] == num.shape == (num_rings, num_reqs)
         for ring, states_of_ring in enumerate(ring_states(states, num_rings, 5)):
+            assert {part[ring].data_ptr() % 16 for part in (rows, num, in_rings) if num_reqs} <= {0}
+            assert states_of_ring.tolist() == [-1 if state < 0 else state + 5 * ring for state in states.tolist()]
             expected, num_expected = visible_rows(call._replace(states=states_of_ring))
             assert num[ring].tolist() == num_expected.tolist()
             for token, count in enumerate(num_expected.tolist()):
@@ -136,10 +110,7 @@ def test_operators() -> None:
 
 
 def test_kernels_compile_for_hopper() -> None:
-    pytest.importorskip("triton")
-    from dcpmla.attention.layers.compressed.kernels.visible import append_kernel, visible_kernel
-
     types = dict.fromkeys(("request_ptr", "states_ptr", "table_ptr"), "*i32") | {"positions_ptr": "*i64"}
     for has_entries in (False, True):
-        ptx_for_hopper(visible_kernel, "i32", {"HAS_ENTRIES": has_entries}, **types)
-    ptx_for_hopper(append_kernel, "i32", {})
+        ptx_for_hopper(kernels.visible_kernel, "i32", {"HAS_ENTRIES": has_entries}, **types)
+    ptx_for_hopper(kernels.append_kernel, "i32", {})

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dcpmla.attention.backends.calls import PrefillCall
 from dcpmla.attention.backends.mask import selection_mask
+from dcpmla.attention.layers.windowed.kernels import select as kernels
 from dcpmla.attention.layers.windowed.select import select_window
 from dcpmla.attention.layers.windowed.step import WindowMetadata, of_window, with_windows
 from dcpmla.attention.select.slots import SlotLayout
@@ -23,6 +24,7 @@ from tests.support.hopper import ptx_for_hopper
 from tests.support.kernels import on_both, run_kernels
 from tests.support.layouts import dcp_config
 from tests.support.prefill_checks import check_prefill, segments
+from tests.support.steps import part
 
 BLOCK_SIZE = 8
 LAYOUTS = ((1, 1), (2, 1), (3, 4), (4, 8))  # DCP size, interleave
@@ -54,12 +56,10 @@ def test_windows(window: int, seq_lens: tuple[int, ...], layout: tuple[int, int]
 
 
 def check_kernel(device: str) -> None:
-    from dcpmla.attention.layers.windowed.kernels.select import select_window as kernel
-
     for layout in LAYOUTS:
         for rank in range(layout[0]):
             _, expected = selected(select_window, 12, SEQ_LENS, rank, layout)
-            _, result = selected(kernel, 12, SEQ_LENS, rank, layout, device)
+            _, result = selected(kernels.select_window, 12, SEQ_LENS, rank, layout, device)
             assert torch.equal(result.positions.cpu(), expected.positions)
             assert torch.equal(result.num_slots.cpu(), expected.num_slots)
             for slots, expected_slots, num in zip(result.slots.cpu(), expected.slots, expected.num_slots, strict=True):
@@ -102,11 +102,8 @@ def test_hopper_s_kernel_leaves_out_keys_before_the_window() -> None:
 
 
 def test_the_kernel_compiles() -> None:
-    pytest.importorskip("triton")
-    from dcpmla.attention.layers.windowed.kernels.select import window_kernel
-
     names = ("table_ptr", "request_ptr", "lens_ptr", "positions_ptr", "slots_ptr", "num_slots_ptr")
-    ptx_for_hopper(window_kernel, "bf16", {"WINDOW": 512, "COLUMNS": 512}, **dict.fromkeys(names, "*i32"))
+    ptx_for_hopper(kernels.window_kernel, "bf16", {"WINDOW": 512, "COLUMNS": 512}, **dict.fromkeys(names, "*i32"))
 
 
 @pytest.mark.parametrize(("size", "interleave"), [(1, 1), (2, 2)])
@@ -119,10 +116,7 @@ def test_prefills_read_the_context_that_windows_reach(size: int, interleave: int
     built = StepBuilder(dcp, 0).build(StepRequests(query_lens, seq_lens, tables), num_decodes=0)
     cos_sin = torch.zeros(built.num_tokens, 4)
     step = with_windows(with_selection(built, window), window, cos_sin)
-    windows = step.get(WindowMetadata)
-    assert windows is not None
-    assert windows.prefill is not None
-    assert step.prefill is not None
+    windows = part(step, WindowMetadata)
     assert windows.prefill.queries.start == step.prefill.queries.start
     assert windows.prefill.queries.start_loc is step.prefill.queries.start_loc
     assert windows.prefill.first_position is step.prefill.first_position
@@ -138,15 +132,11 @@ def test_prefills_read_the_context_that_windows_reach(size: int, interleave: int
     assert seen.prefill is windows.prefill
     assert seen.cos_sin is cos_sin
     assert of_window(seen) is seen
-    sparse = seen.get(SparseMetadata)
-    assert sparse is not None
-    assert sparse.selection is not None
+    sparse = part(seen, SparseMetadata)
     assert sparse is windows.sparse
     assert sparse.selection.positions.shape == (12, window)
     again = with_windows(built, window, cos_sin).get(WindowMetadata)  # a module of drafts lays out no contexts again
-    assert again is not None
     assert again.prefill is windows.prefill
-    assert again.sparse is not None
     assert again.sparse.selection is not sparse.selection
 
 
@@ -155,8 +145,6 @@ def test_short_contexts_select_nothing() -> None:
     step = steps.build(StepRequests([1], [64], [[0, 1, 2, 3]]))
     for each in (step, step.nth_token(0)):
         windows = with_windows(each, 64, torch.zeros(1, 4)).get(WindowMetadata)
-        assert windows is not None
-        assert windows.sparse is not None
         assert windows.sparse.selection is None
         assert windows.prefill is None
 

@@ -7,7 +7,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from dcpmla.__main__ import main
 from dcpmla.bench import generate as bench_generate
 from dcpmla.bench import step_times
 from dcpmla.config import DCPConfig
@@ -30,22 +29,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_without_graphs(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plot = tmp_path / "out.png"
-    rows = measure(tmp_path, f"{TINY} --model {model} --batch 3,1,3 --plot {plot}")
+    rows = measure(tmp_path, f"{TINY} --model {model} --batch 3,1,3")
     assert [(row["mode"], row["batch"]) for row in rows] == [("eager", 3), ("eager", 1)]
     for row in rows:
         assert row["tokens_per_second"] * row["step_us"] == pytest.approx(row["batch"] * 1e6, rel=0.05)
         expected = {"model": model.name, "tp": 1, "dcp": 1, "dtype": "float32", "input_len": 9, "output_len": 6}
         expected |= {"block_size": 8, "kv_cache_dtype": "float32", "decode_query_dtype": "auto"}
         assert {name: row[name] for name in expected} == expected
-    assert plot.read_bytes().startswith(b"\x89PNG\r\n")
-    assert "batch 3, eager: step " in capsys.readouterr().out
+    assert "batch 3, eager: step_us " in capsys.readouterr().out
 
 
 @pytest.mark.thorough
 def test_drafts_of_a_forced_acceptance(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drafts = "--speculative-method ngram --num-speculative-tokens 2 --acceptance 0,1"
-    command = f"{TINY} --model {model} --output-len 14 --batch 2 {drafts} --plot {tmp_path / 'out.png'}"
+    command = f"{TINY} --model {model} --output-len 14 --batch 2 {drafts}"
     plain, *drafted = measure(tmp_path, command)
     assert "acceptance" not in plain
     kinds = [(row["acceptance"], row["is_adaptive"]) for row in drafted]
@@ -55,7 +52,7 @@ def test_drafts_of_a_forced_acceptance(model: Path, tmp_path: Path, capsys: pyte
         assert row["tokens_per_second"] * row["step_us"] == pytest.approx(row["tokens_a_step"] * 1e6, rel=0.05)
         ratio = row["tokens_per_second"] / plain["tokens_per_second"]
         assert row["speedup_over_no_drafts"] == pytest.approx(ratio, rel=1e-2)
-    assert "eager, 100% of drafts accepted, where they pay" in capsys.readouterr().out
+    assert "eager, acceptance 1.0, is_adaptive" in capsys.readouterr().out
 
 
 @pytest.mark.thorough
@@ -119,7 +116,7 @@ def test_steps_with_prompts(
     assert [(row["tokens"], row["decodes"], row["mode"]) for row in rows] == cases
     assert all(row["step_us"] > 0 and row["input_len"] == 9 for row in rows)
     assert [found.num_tokens for found in sizes if found] == [32, 64, 64]
-    assert "batch 32, graph, tokens 50: step " in capsys.readouterr().out
+    assert "batch 32, graph, tokens 50: step_us " in capsys.readouterr().out
 
 
 @pytest.mark.thorough
@@ -136,38 +133,7 @@ def test_steps_over_contexts_without_prefills(
     for row in rows:
         assert row["device_us"] > 0
         assert row["predicted_us"] > row["floor_us"] > 0
-    assert "batch 2, eager, context 40: device " in capsys.readouterr().out
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ("--batch 2,0", "argument --batch: '0' is not a whole number of at least 1"),
-        ("--output-len 1", "--output-len is 1; it must be at least 2"),
-        (
-            "--input-len 251",
-            "--input-len 251 and --output-len 6, together 257 tokens; with --max-model-len 256 at most",
-        ),
-        ("--max-num-seqs 2", "--batch has 3; raise --max-num-seqs and --max-num-batched-tokens, which allow 2"),
-        (
-            f"--kv-cache-memory-bytes {8 * 8 * 192}",
-            "cache: 3 requests need 9 blocks, but there is room for 8; lower --batch",
-        ),
-        (
-            "--output-len 2 --max-num-batched-tokens 9",
-            "--output-len is 2: with a batch of 3 the first requests end before",
-        ),
-        (
-            "--step-tokens 9,65 --max-num-batched-tokens 64",
-            "--step-tokens has 65; raise --max-num-batched-tokens",
-        ),
-        ("--context 30,400", "--context has 400; --max-model-len, by default the model's, allows 256"),
-    ],
-)
-def test_mistakes(changes: str, message: str, model: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *TINY.split(), "--device", "cpu", "--model", str(model), *changes.split()]) == 2
-    assert f"dcpmla: error: {message}" in capfd.readouterr().err
+    assert "batch 2, eager, context 40: device_us " in capsys.readouterr().out
 
 
 def check_times(directory: Path, has_blocks: bool) -> None:

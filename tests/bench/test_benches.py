@@ -1,20 +1,28 @@
-"""Every benchmark of kernels and layers on a CPU: a right row for each case, its file, its plot; and mistakes."""
+"""Every benchmark on a CPU: a right row for each case, its file, its plot; wrong results; and mistakes."""
 
-from importlib import import_module
-from itertools import product
+import pkgutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
+from dcpmla.__main__ import main
+from dcpmla.attention.backends.calls import PrefillCall
+from dcpmla.attention.backends.choice import PREFILL_BACKENDS, find_backend
 from dcpmla.bench import timing
 from dcpmla.bench.experts import SHAPES, Shape
 from dcpmla.bench.results import unknown_fields
+from dcpmla.bench.runner import Benchmark
 from dcpmla.cli.bench import BENCHMARKS
 from tests.support.benches import measure, measure_on_gpus, refuse
+from tests.support.models import save_tiny
 
 pytestmark = pytest.mark.usefixtures("one_process_on_cpu")
 SPARSE = "sparse --topk 16 --index-heads 2 --context 70"
+PREFILL = "prefill --heads 2 --tokens 33 --context 50"
 TURNS = "turns --geometry v2-lite --heads 4"
 EXPERTS = "experts --shape v3-tp4,v4-flash"
 LAYER = "layer --geometry tiny --num-layers 2"
@@ -93,12 +101,12 @@ RUNS = [
     pytest.param(
         Run(
             "layer --geometry tiny-v4 --num-layers 2 --batch 1 --context 300 --kv-cache-dtype bf16,fp8,fp8_ds_mla "
-            "--index-cache-dtype auto,fp8",  # shared keys have no format fp8
+            "--index-cache-dtype fp8",  # shared keys have no format fp8, and one kind of layers alone has index keys
             "layer_kind kv_cache_dtype index_cache_dtype part",
             [
                 (kind, name, index, part)
-                for kind, indexes in (("window", ["auto"]), ("csa", ["auto", "fp8"]), ("hca", ["auto"]))
-                for name, index in product(("bf16", "fp8_ds_mla"), indexes)
+                for kind, index in (("window", "auto"), ("csa", "fp8"), ("hca", "auto"))
+                for name in ("bf16", "fp8_ds_mla")
                 for part in (PARTS if kind != "csa" else ("total", "projections", "selection", "attention", "output"))
             ],
         ),
@@ -107,16 +115,43 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.command.partition(" --batch")[0])
-def test_right_rows(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def kind_of(command: str) -> type[Benchmark[Any, Any]]:
+    """Return the benchmark of a command."""
+    name = command.partition(" ")[0]
+    kind: type[Benchmark[Any, Any]] = pkgutil.resolve_name(f"dcpmla.bench.{name}:{BENCHMARKS[name][0]}")
+    return kind
+
+
+@pytest.fixture
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(timing.ROTATED_BYTES, "cpu", 1 << 16)
     monkeypatch.setitem(SHAPES, "v3-tp4", Shape(256, 128, 6, 2, 1))
     monkeypatch.setitem(SHAPES, "v4-flash", Shape(256, 128, 4, 2, 0))
-    name = run.command.partition(" ")[0]
-    kind = getattr(import_module(f"dcpmla.bench.{name}"), BENCHMARKS[name][0])
-    plot = tmp_path / "bench.png"
+
+
+def check_counts(kind: str, row: dict[str, Any]) -> None:
+    """Compare the operations and bytes of a row with pairs that are seen, and with experts that are hit."""
+    if kind == "prefill":
+        num_pairs = row["tokens"] * (row["context"] or (row["tokens"] + 1) / 2)
+        assert row["tflops"] == pytest.approx(2 * 2 * 320 * num_pairs / row["median_us"] / 1e6, abs=2e-3)
+    if kind == "experts":
+        num_values = row["tokens"] * (row["top_k"] + row["num_shared"]) * 3 * 256 * 128
+        assert row["tflops"] == pytest.approx(2 * num_values / row["median_us"] / 1e6, abs=6e-4)
+        if row["tokens"] == 1:
+            assert row["bytes_read"] == num_values * {"bf16": 2, "fp8": 1, "fp4": 0.53125}[row["weights"]]
+        assert row["router_us"] > 0
+    if row.get("operation") == "selection":  # of keys of 128 numbers, or of as many bytes and a scale
+        assert row["index_bytes"] == 2 * 70 // row["dcp"] * (512 if row["index_cache_dtype"] == "auto" else 132)
+        assert row["index_gb_per_s"] == pytest.approx(row["index_bytes"] / row["index_scores_us"] / 1e3, abs=0.06)
+        assert row.keys() >= {"local_candidates_us", "choose_tokens_us"}
+        assert "gather_candidates_us" not in row  # nothing moves
+        assert ("speedup_over_dcp_1" in row) == (row["dcp"] > 1)
+
+
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.command.partition(" --batch")[0])
+def test_right_rows(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kind, plot = kind_of(run.command), tmp_path / "bench.png"
     rows = measure(tmp_path, run.command + (f" --plot {plot}" if kind.plot_help else ""))
     assert [tuple(row.get(field) for field in run.fields.split()) for row in rows] == run.cases
     assert not unknown_fields(rows)
@@ -126,12 +161,65 @@ def test_right_rows(
         assert not kind.wrong(row)
         assert row.get("error", 0.0) < 1e-5
         assert row.get("lse_error", 0.0) < 1e-4
+        check_counts(run.command.partition(" ")[0], row)
         if "floor_us" in row:
             assert row["floor_share"] == pytest.approx(row["floor_us"] / row["median_us"], rel=0.1, abs=1e-3)
     printed = capsys.readouterr().out
     assert "WRONG" not in printed
-    assert printed.count(" us") >= len(rows)
+    assert printed.count("median_us ") >= len(rows)
     assert not kind.plot_help or plot.read_bytes().startswith(b"\x89PNG")
+
+
+def scaled(result: Any) -> Any:
+    """Return a kernel's result, its rows 10 % too long."""
+    return (result[0] * 1.1, *result[1:]) if isinstance(result, tuple) else result * 1.1
+
+
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize(
+    ("command", "place", "change", "field", "num_wrong"),
+    [
+        ("decode --heads 3 --batch 3 --context 70 --query-len 1", "peers:mla_decode", scaled, "error", 1),
+        ("decode --heads 3 --batch 3 --context 70", "peers:mla_decode", lambda r: (r[0], r[1] + 0.3), "lse_error", 3),
+        ("decode --heads 3 --batch 3 --context 70", "peers:mla_decode", lambda r: (r[0] * torch.nan, r[1]), "error", 3),
+        (PREFILL, "prefill:PrefillInputs.run", scaled, "error", 2),
+        (PREFILL, "prefill:PrefillInputs.run", lambda r: (r[0] * torch.nan, r[1]), "error", 2),
+        (PREFILL, "prefill:PrefillInputs.run", lambda r: (r[0], r[1] / 0.6931), "lse_error", 2),
+        (f"{PREFILL} --topk 20", "prefill:PrefillInputs.call", lambda call: call._replace(mask=None), "error", 2),
+        (f"{SPARSE} --batch 2 -dcp 1 --heads 3", "sparse:SelectionInputs.score", torch.neg, "different", 2),
+        ("output --heads 2 --tokens 3", "output:OutputInputs.fused", lambda r: r.view(torch.uint8) ^ 1, "different", 5),
+        (f"{EXPERTS} --tokens 5", "experts:ExpertsInputs.ours", scaled, "error", 4),
+        ("reduce --tokens 3 --row-width 64", "exchange_inputs:AddNorm.run", scaled, "error", 1),
+    ],
+)
+def test_wrong_results_are_found(
+    command: str,
+    place: str,
+    change: Callable[[Any], Any],
+    field: str,
+    num_wrong: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    right = pkgutil.resolve_name(f"dcpmla.bench.{place}")
+    monkeypatch.setattr(f"dcpmla.bench.{place.replace(':', '.')}", lambda *given: change(right(*given)))
+    wrong = [row for row in measure(tmp_path, command) if kind_of(command).wrong(row)]
+    assert len(wrong) == capsys.readouterr().out.count(f"WRONG: {field} ") == num_wrong
+    assert all(row[field] is None or row[field] > 0.08 for row in wrong)
+
+
+def fail(call: PrefillCall) -> Any:
+    raise RuntimeError("no kernel image\nand a long list")
+
+
+def test_a_backend_that_fails_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = find_backend(PREFILL_BACKENDS, "torch")
+    monkeypatch.setattr("dcpmla.bench.prefill.PREFILL_BACKENDS", (right, replace(right, name="failing", run=fail)))
+    assert [row["kernel"] for row in measure(tmp_path, PREFILL)] == ["torch", "torch"]
+    assert "left out: failing of heads 2, tokens 33, context 50: no kernel image\n" in capsys.readouterr().out
 
 
 @pytest.mark.alone
@@ -214,3 +302,45 @@ def test_one_gpu_in_graphs(command: str, num_rows: int | None, tmp_path: Path, m
 )
 def test_mistakes_are_one_line(command: str, message: str, capfd: pytest.CaptureFixture[str]) -> None:
     refuse(command, message, capfd)
+
+
+GENERATE = "generate --batch 1,3 --input-len 9 --output-len 6 --block-size 8 --model"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    save_tiny("deepseek_v3", directory)
+    return directory
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ("--batch 2,0", "argument --batch: '0' is not a whole number of at least 1"),
+        ("--seed=-1", "argument --seed: '-1' is not a whole number in [0, 2^32)"),
+        ("--output-len 1", "--output-len is 1; it must be at least 2"),
+        (
+            "--input-len 251",
+            "--input-len 251 and --output-len 6, together 257 tokens; with --max-model-len 256",
+        ),
+        (
+            "--max-num-seqs 2",
+            "--batch has 3; raise --max-num-seqs and --max-num-batched-tokens, which allow 2",
+        ),
+        (
+            f"--kv-cache-memory-bytes {8 * 8 * 192}",
+            "cache: 3 requests need 9 blocks, but there is room for 8",
+        ),
+        (
+            "--output-len 2 --max-num-batched-tokens 9",
+            "--output-len is 2: with a batch of 3 the first requests",
+        ),
+        ("--step-tokens 9,65 --max-num-batched-tokens 64", "--step-tokens has 65; raise --max-num-batched-"),
+        ("--context 30,400", "--context has 400; --max-model-len, by default the model's, allows 256"),
+    ],
+)
+def test_mistakes_with_a_model(changes: str, message: str, model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *GENERATE.split(), str(model), "--device", "cpu", *changes.split()]) == 2
+    assert f"dcpmla: error: {message}" in capfd.readouterr().err

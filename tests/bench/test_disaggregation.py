@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks import disaggregation, server_processes
 from benchmarks.disaggregation import Prompts
-from benchmarks.http_load import Answer
-from dcpmla.bench.load import Load
+from benchmarks.http_load import Answer, describe_lost
+from benchmarks.load import Load, summarize
 from dcpmla.bench.results import unknown_fields
 
 URL, TOKEN_BYTES, TRANSFER_SECONDS = "http://server", 1000, 0.25
@@ -108,6 +108,19 @@ def test_a_server_that_ends_shows_its_log(monkeypatch: pytest.MonkeyPatch) -> No
         server_processes.running([server]),
     ):
         pass
+
+
+def test_summaries() -> None:
+    assert summarize([*range(101)]) == {"mean": 50, "p50": 50, "p90": 90, "p99": 99}
+    assert summarize([3.0]) == {"mean": 3, "p50": 3, "p90": 3, "p99": 3}
+    assert summarize([]) == {"mean": None, "p50": None, "p90": None, "p99": None}
+
+
+def test_lost_requests_are_described_in_a_line() -> None:
+    assert describe_lost([Answer(0.0), Answer(1.0)]) == ""
+    errors = [*["status 429: {\n  busy\n}"] * 3, "a", "b", "b", "c"]
+    answers = [Answer(0.0, error=error) for error in errors] + [Answer(0.0)]
+    assert describe_lost(answers) == "7 of 8 are lost: 3 x status 429: { busy }; 2 x b; 1 x a"
 
 
 @pytest.mark.thorough

@@ -1,5 +1,5 @@
 """What surrounds the products of expert peers, in Triton's interpreter, with products in plain torch; a file of vLLM's
-without the rest.
+without the rest; their rows in `bench experts`.
 """
 
 import os
@@ -15,10 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from dcpmla.bench.experts import SHAPES, Shape
 from dcpmla.cache.formats import FP8
 from dcpmla.model.experts import ExpertWeights, compute_experts
 from dcpmla.parallel.quantized import BLOCK, BlockFp8, dequantize
 from tests.attention.test_decode_compile import compile_for_hopper
+from tests.support.benches import measure
 from tests.support.interpreter import convert_as_torch
 from tests.support.shared_memory import run_interpreted
 
@@ -221,3 +223,35 @@ def test_kernels_compile(name: str, pointers: dict[str, str], constants: dict[st
     types = {argument: "*i32" for argument in kernel.arg_names if argument.endswith("_ptr")} | POINTERS | pointers
     _, said = compile_for_hopper(kernel, ASTSource, types, constants)
     assert "0 bytes spill stores" in said
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("one_process_on_cpu")
+def test_peers_get_rows_or_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that cannot be loaded or run are left out; the others are measured over fp8."""
+    pytest.importorskip("triton")
+    from benchmarks.peers import experts as expert_peers
+
+    monkeypatch.setitem(SHAPES, "v3-tp4", Shape(256, 128, 6, 2, 1))
+
+    def fail(_: Path, weights: ExpertWeights) -> expert_peers.Experts:
+        raise AssertionError("no nvcc\nhere")
+
+    def make(_: Path, weights: ExpertWeights) -> expert_peers.Experts:
+        return lambda *routed: compute_experts(*routed, weights)
+
+    peers = {"fake": (Path, make), "broken": (Path, fail), "deep_gemm": expert_peers.PEERS["deep_gemm"]}
+    monkeypatch.setattr(expert_peers, "PEERS", peers)
+    measured = measure(tmp_path, f"experts --tokens 1,5 --shape v3-tp4 --weights bf16,fp8 --peers {tmp_path}")
+    rows = [(row["weights"], row["tokens"], row["kernel"]) for row in measured]
+    ours = [("bf16", 1, "dcpmla"), ("bf16", 5, "dcpmla")]
+    assert rows == ours + [("fp8", tokens, kernel) for tokens in (1, 5) for kernel in ("dcpmla", "fake")]
+    printed = capsys.readouterr().out
+    assert "WRONG" not in printed
+    assert [line for line in printed.splitlines() if line.startswith("left out")] == [
+        f"left out: deep_gemm: --peers is {tmp_path}, which has no deep_gemm.tar.xz",
+        "left out: broken of v3-tp4, fp8, tokens 1: no nvcc",
+        "left out: broken of v3-tp4, fp8, tokens 5: no nvcc",
+    ]

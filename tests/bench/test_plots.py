@@ -23,7 +23,6 @@ RESULTS = ROOT / "benchmarks" / "results"
         ("prefill", "h200/prefill"),
         ("exchange", "h200x4/exchange"),
         ("layer", "h200x4/layer"),
-        ("generate", "h200/drafts"),
     ],
 )
 def test_result_files_are_drawn(benchmark: str, result: str, tmp_path: Path) -> None:

@@ -58,13 +58,6 @@ def test_two_jobs_on_one_directory(tmp_path: Path) -> None:
     assert names(folder) == {"rank0.1.blocks", "rank0.1.index", "identity.json"}
 
 
-def test_the_file_of_a_killed_job_is_free(tmp_path: Path) -> None:
-    with other_job(tmp_path):
-        pass
-    file = open_file(tmp_path)
-    assert read_slot(file, 0, key_of(1)) == content_of(1)
-
-
 def test_a_file_that_is_removed_before_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that has opened a removed file must not use it: other jobs could not see it."""
     open_file(tmp_path).close()

@@ -19,7 +19,6 @@ from dcpmla.cache.formats import (
     check_kv_scale,
     rope_dim_of,
     row_width,
-    storage_dtype,
     to_cache_rows,
     to_fp8,
     to_latents,
@@ -173,18 +172,6 @@ def test_widths(storage: torch.dtype, rank: int, rope: int, width: int) -> None:
     assert rope_dim_of(width, storage, rank) == rope
     kv_scale = torch.ones(1) if storage == FP8 else None
     assert to_cache_rows(torch.ones(2, rank), torch.ones(2, rope), storage, kv_scale).shape == (2, width)
-
-
-def test_formats_and_dtypes_that_do_not_go_together() -> None:
-    assert storage_dtype("auto", torch.float16) == torch.float16
-    assert storage_dtype("bf16", torch.bfloat16) == torch.bfloat16
-    assert (storage_dtype("fp8", torch.float32), storage_dtype("fp8_ds_mla", torch.bfloat16)) == (FP8, torch.uint8)
-    with pytest.raises(
-        ValueError, match=r"^kv_cache_dtype \(--kv-cache-dtype\) is 'bf16', but the model computes in torch.float16"
-    ):
-        storage_dtype("bf16", torch.float16)
-    with pytest.raises(ValueError, match=r"fp8_ds_mla scales 128 values of kv_c at a time; kv_lora_rank is 192$"):
-        row_width(torch.uint8, 192, 64)
 
 
 @pytest.mark.parametrize(

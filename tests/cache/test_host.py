@@ -58,6 +58,7 @@ def test_blocks_and_states_of_all_families_return(family: str, kv_cache_dtype: s
     except ValueError:
         pytest.skip(f"{family} has no cache in {kv_cache_dtype}")
     memory = HostMemory(cache)
+    check_sizes(cache, memory)
     memory.allocate(12, 3)
     blocks = [digests(cache, block, "block") for block in range(12)]
     memory.store([3, 0, 7, 11], [5, 6, 0, 2])
@@ -73,11 +74,8 @@ def test_blocks_and_states_of_all_families_return(family: str, kv_cache_dtype: s
     assert {number: digests(cache, number, "state") for number in (0, 1, 2)} == untouched
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_items_cover_what_the_plan_counts(family: str) -> None:
-    """Blocks and states together are all of the cache, up to padding of pages."""
-    cache = new_cache(family, "auto")
-    memory = HostMemory(cache)
+def check_sizes(cache: Cache, memory: HostMemory) -> None:
+    """Check that blocks and states together are all that the plan counts, up to padding of pages."""
     per_block = sum(items.num_bytes for layer in cache.block_items for items in layer)
     per_block += 0 if cache.token_ids is None else 4 * cache.sizes.block_tokens
     assert per_block == cache.sizes.bytes_per_block
@@ -197,6 +195,11 @@ def test_a_tier_with_all_content_held_takes_nothing() -> None:
     tier.blocks.hold([bytes([1]), bytes([2])])
     tier.remember(5, b"new")
     assert tier.take_pending() == ([], [], [])
+    tier.blocks.hold([bytes([2])])
+    for is_held in (True, True, False):
+        assert (tier.blocks.add(b"newer") is None) == is_held
+        if is_held:
+            tier.blocks.release([bytes([2])])
 
 
 @pytest.mark.gpu

@@ -1,6 +1,5 @@
 """Checkpoints that `dcpmla generate` cannot serve: one line says why."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -14,20 +13,13 @@ pytestmark = pytest.mark.usefixtures("one_process_on_cpu")
 
 
 LAYER_0, LAYER_1 = "model.layers.0.self_attn", "model.layers.1.self_attn"
-UP = "model.layers.0.mlp.up_proj.weight"
 BROKEN_TENSORS: list[tuple[str, torch.Tensor | None, str]] = [
     (f"{LAYER_1}.q_b_proj.weight", None, f"{LAYER_1}: checkpoint: tensor q_b_proj.weight is missing"),
-    (
-        f"{LAYER_0}.kv_b_proj.weight",
-        torch.zeros(3, 16),
-        f"tensor {LAYER_0}.kv_b_proj.weight has shape (3, 16); the model's config asks for (288, 16)",
-    ),
     (
         f"{LAYER_0}.q_b_proj.weight",
         torch.zeros(384, 24, dtype=torch.int8),
         f"tensor {LAYER_0}.q_b_proj.weight has dtype I8, but there are no scales",
     ),
-    (UP, None, f"checkpoint: tensor {UP} is missing"),
     ("model.norm.weight", torch.zeros(47), "model.norm.weight has shape (47,); the model's config asks for (48,)"),
 ]
 
@@ -57,6 +49,7 @@ def test_broken_checkpoints(
         ("model.safetensors.index.json", b"{}", "model.safetensors.index.json is no JSON object with weight_map"),
         ("config.json", b"[]", "config.json is no JSON object"),
         ("config.json", b"{", "config.json is no JSON: Expecting property name"),
+        ("config.json", b'{"model_type": "llama"}', "'llama' is not an MLA model this runtime knows; choose deepseek"),
         ("config.json", b'{"model_type": "deepseek_v3", "hidden_size": "abc"}', "config.json is no deepseek_v3 config"),
     ],
 )
@@ -78,10 +71,3 @@ def test_a_broken_tokenizer_matters_to_texts_only(
     capfd.readouterr()
     assert generate(broken, "--prompt hello") == 2
     assert "--prompt needs a tokenizer, and the model's does not load: " in mistake(capfd)
-
-
-def test_unknown_architecture(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert generate(tmp_path, "--prompt-ids 5") == 2
-    words = "architecture 'llama' is not an MLA model this runtime knows; choose deepseek_v2, deepseek_v3"
-    assert words in mistake(capfd)

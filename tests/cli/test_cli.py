@@ -1,6 +1,5 @@
 """`dcpmla generate` as its users call it: files it writes, mistakes it names."""
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -56,48 +55,33 @@ def test_ranks_give_what_one_process_gives(model: Path, tmp_path: Path) -> None:
     assert "exchange: a2a (auto: " in run.stdout
 
 
+LAYOUT = {  # options -> field and value
+    "--cp-kv-cache-interleave-size 2": ("cp_kv_cache_interleave_size", 2),
+    "--block-size 8": ("block_size", 8),
+    "--dcp-comm-backend a2a": ("dcp_comm_backend", "a2a"),
+    "--dcp-exchange-timeout 9": ("exchange_timeout", 9),
+    "--dcp-check-exchange": ("check_exchange", True),
+    "--dcp-q-replicate": ("dcp_q_replicate", True),
+    "--dcp-project-before-merge": ("dcp_project_before_merge", True),
+    "--index-hadamard": ("index_hadamard", True),
+    "--index-cache-dtype fp8": ("index_cache_dtype", "fp8"),
+    "--kv-cache-dtype fp8_e4m3": ("kv_cache_dtype", "fp8"),
+    "--attention-backend torch": ("attention_backend", "torch"),
+    "--prefill-backend triton": ("prefill_backend", "triton"),
+}
+
+
 def test_options_reach_the_layout() -> None:
-    options = ["generate", "--model", "m", "-tp", "4", "--block-size", "8"]
-    options += ["--cp-kv-cache-interleave-size", "2", "--dcp-comm-backend", "a2a", "--dcp-exchange-timeout", "9"]
-    plain = DCPConfig(
-        tensor_parallel_size=4,
-        decode_context_parallel_size=2,
-        cp_kv_cache_interleave_size=2,
-        dcp_comm_backend="a2a",
-        exchange_timeout=9,
-        block_size=8,
-    )
-    assert dcp_config(build_parser().parse_args(options), 2) == plain
-    for name in ("dcp_q_replicate", "dcp_project_before_merge", "index_hadamard"):
-        args = build_parser().parse_args([*options, f"--{name.replace('_', '-')}"])
-        assert dcp_config(args, 2) == dataclasses.replace(plain, **{name: True})
-    assert dcp_config(build_parser().parse_args([*options, "--dcp-check-exchange"]), 2).check_exchange
-    assert dcp_config(build_parser().parse_args([*options, "--index-cache-dtype", "fp8"]), 2).index_cache_dtype == "fp8"
-    assert dcp_config(build_parser().parse_args([*options, "--kv-cache-dtype", "fp8_e4m3"]), 2).kv_cache_dtype == "fp8"
-    backends = ["--attention-backend", "torch", "--prefill-backend", "triton"]
-    chosen = dcp_config(build_parser().parse_args([*options, *backends]), 2)
-    assert (chosen.attention_backend, chosen.prefill_backend) == ("torch", "triton")
+    sizes = {"tensor_parallel_size": 4, "decode_context_parallel_size": 2}
+    for option, (name, value) in LAYOUT.items():
+        args = build_parser().parse_args(["generate", "--model", "m", "-tp", "4", *option.split()])
+        assert dcp_config(args, 2) == DCPConfig(**sizes, **{name: value})
 
 
-def test_temperature_is_the_same_on_every_cut(model: Path, tmp_path: Path) -> None:
-    def sample(seed: int, tp: int, num_prompts: int = 2) -> list[list[int]]:
-        file = tmp_path / f"{seed}_{tp}.json"
-        command = "--prompt-ids 5,6,7 " * num_prompts + f"--max-new-tokens 8 --temperature 0.8 --seed {seed} --json"
-        if tp == 1:
-            assert generate(model, command, file) == 0
-        else:
-            generate_on(tp, model, f"-dcp {tp} {command}", file)
-        return [output["token_ids"] for output in json.loads(file.read_text())["outputs"]]
-
-    drawn = sample(3, 1)
-    assert drawn == sample(3, 2)
-    assert drawn != sample(4, 1)
-    assert drawn[0] != drawn[1]  # equal prompts draw from different streams
-    assert drawn[0] == sample(3, 1, num_prompts=1)[0]  # a prompt's stream is its own
-
-
-def test_stops(model: Path, tmp_path: Path) -> None:
-    """An end-of-sequence token ends a request and is its last token; --max-model-len ends it too."""
+def test_stops_and_sampling_options(model: Path, tmp_path: Path) -> None:
+    """An end-of-sequence token ends a request and is its last token; --max-model-len ends it too, and so does a token
+    that an option names. So hot that only what keeps the best token alone gives the greedy answer.
+    """
 
     def output(model: Path, command: str) -> tuple[list[int], str]:
         assert generate(model, f"--prompt-ids 5,6,7 {command} --json", tmp_path / "out.json") == 0
@@ -109,19 +93,18 @@ def test_stops(model: Path, tmp_path: Path) -> None:
     (stopping / "generation_config.json").write_text(json.dumps({"eos_token_id": [VOCAB_SIZE - 1, tokens[2]]}))
     assert output(stopping, "--max-new-tokens 5") == (tokens[: tokens.index(tokens[2]) + 1], "stop")
     assert output(model, "--max-model-len 5") == (tokens[:2], "length")
+    named = f"--max-new-tokens 5 --stop-token-ids {VOCAB_SIZE - 2},{tokens[3]}"
+    assert output(model, named) == (tokens[: tokens.index(tokens[3]) + 1], "stop")
+    for options, is_greedy in (("", False), ("--top-k 1", True), ("--top-p 1e-6", True)):
+        assert (output(model, f"--max-new-tokens 5 --temperature 50 {options}")[0] == tokens) is is_greedy
 
 
 MISTAKES = {  # options -> words of the line
     "-dcp 2": "decode_context_parallel_size (-dcp) is 2; it must divide tensor_parallel_size (-tp) 1: choose 1",
     "-tp 4": "tensor_parallel_size (-tp) is 4, but 1 ranks were started; start torchrun with --nproc-per-node 4",
-    "--cp-kv-cache-interleave-size 3": (
-        "(--cp-kv-cache-interleave-size) is 3; it must divide block_size (--block-size) 64"
-    ),
-    "--block-size 0": "block_size (--block-size) is 0; it must be a whole number",
     "--dcp-comm-backend pigeon": "argument --dcp-comm-backend: invalid choice: 'pigeon'",
     "--index-hadamard": "index_hadamard (--index-hadamard) goes with sparse MLA, whose layers have indexers",
     "--frobnicate": "unrecognized arguments: --frobnicate",
-    "--model /no/such/dir": "model (--model) is '/no/such/dir': no such directory",
     "--max-model-len 3": "prompt 0 has 3 tokens; with --max-model-len 3 at most 2 leave room for a new one",
     f"--prompt-ids {','.join(300 * '1')}": "prompt 1 has 300 tokens; with --max-model-len 256",
     "--max-model-len 257": (
@@ -133,31 +116,22 @@ MISTAKES = {  # options -> words of the line
     "--prompt hello": "--prompt needs a tokenizer",
     "--max-new-tokens 0": "argument --max-new-tokens: '0' is not a whole number of at least 1",
     "--temperature=-1": "temperature (--temperature) is -1.0; it must be a finite number of at least 0",
-    "--max-num-batched-tokens=-8": "argument --max-num-batched-tokens: '-8' is not a whole number of at least 1",
     "--json /no/such/dir/out.json": (
         "--json is /no/such/dir/out.json, where no file can be written (No such file or directory)"
     ),
     "--logits /": "--logits is /, which exists and is not a file; give the name of a file",
-    "--temperature nan": "temperature (--temperature) is nan; it must be a finite number of at least 0",
     "--top-p 0": "top_p (--top-p) is 0.0; it must be a number in (0, 1]",
     "--top-k=-1": "top_k (--top-k) is -1; it must be a whole number of at least 0",
     "--stop x": "stop (--stop) needs a tokenizer, and the model's does not load: ",
     "--stop-token-ids 5,x": "argument --stop-token-ids: 'x' is not a token id",
-    "--max-num-seqs 0": "argument --max-num-seqs: '0' is not a whole number of at least 1",
     "--kv-cache-memory-bytes 100": (
         "cache: the longest sequence, 18 tokens, needs 12,288 bytes a rank, but there is room for 0"
-    ),
-    "--gpu-memory-utilization 1.5": (
-        "gpu_memory_utilization (--gpu-memory-utilization) is 1.5; it must be a number in (0, 1]"
     ),
     "--prompt-file in.jsonl": "--prompt-file and --output-file belong together; give both or neither",
     "--prompt-file in.jsonl --output-file out.jsonl": (
         "--prompt-file does not go with --prompt, --prompt-ids, --json or --logits"
     ),
     "--timeout 0": "argument --timeout: '0' is not a whole number in [1, 604800]",
-    "--attention-backend fa9": (
-        "attention_backend (--attention-backend) is 'fa9'; expected 'auto' or one of hopper, triton"
-    ),
     "--seed=-1": "argument --seed: '-1' is not a whole number in [0, 2^32)",
     "--logits /dev/null": "--logits is /dev/null, which exists and is not a file",
     f"--json /tmp/{250 * 'x'}": "where no file can be written (File name too long)",

@@ -34,20 +34,6 @@ def test_the_attention_is_deepseek_v3_s() -> None:
     assert attention_of(config_of("deepseek-v3")).config == CONFIG
 
 
-@pytest.mark.usefixtures("one_process_on_cpu")
-def test_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "doctor.json"
-    assert main(["doctor", "--device", "cpu", "--json", str(out)]) == 0
-    content = json.loads(out.read_text())
-    assert content["ok"]
-    assert [test["name"] for test in content["self_tests"]] == ["decode", "prefill"]
-    assert set(content["exchanges"].values()) == {"none"}
-    assert content["latencies"] == []
-    lines = capsys.readouterr().out.splitlines()
-    assert "exchange: none (the cache is not sharded, nothing moves)" in lines
-    assert lines[-1] == "all well: 2 self-tests passed on every rank"
-
-
 def test_two_ranks(tmp_path: Path) -> None:
     out = tmp_path / "doctor.json"
     result, silent = run_forked(unattended(["-m", "dcpmla", "doctor", "--device", "cpu", "--json", out], 2))
@@ -139,13 +125,17 @@ def test_broken_exchanges_are_told() -> None:
 
 
 @pytest.mark.usefixtures("one_process_on_cpu")
-def test_json_in_a_missing_directory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "none" / "doctor.json"
-    assert main(["doctor", "--device", "cpu", "--json", str(path)]) == 2
-    said = capfd.readouterr()
-    assert said.out == ""
     words = "where no file can be written (No such file or directory); give a path in a writable directory"
-    assert said.err == f"\ndcpmla: error: --json is {path}, {words}\n"
+    for option, value, message in (
+        ("--json", path, f"\ndcpmla: error: --json is {path}, {words}\n"),
+        ("--model", "elsewhere", "--model is elsewhere; it goes with --determinism"),
+    ):
+        assert main(["doctor", "--device", "cpu", option, str(value)]) == 2
+        said = capfd.readouterr()
+        assert said.out == ""
+        assert message in said.err
 
 
 @pytest.mark.gpu
@@ -177,18 +167,21 @@ def test_on_two_gpus(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("one_process_on_cpu")
 def test_determinism(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line for each way with the number of equal rows; the exit code is 1 where one differs."""
+    """In one process. A line for each way with the number of equal rows; the exit code is 1 where one differs."""
     out = tmp_path / "doctor.json"
     monkeypatch.setattr(determinism, "CPU_PROMPT_LENS", (1, 5))
     monkeypatch.setattr(determinism, "WAYS", determinism.WAYS[:1])
     command = ["doctor", "--device", "cpu", "--determinism", "--json", str(out)]
     assert main(command) == 0
-    lines = capfd.readouterr().out.splitlines()
+    content, lines = json.loads(out.read_text()), capfd.readouterr().out.splitlines()
+    assert content["ok"]
+    assert [test["name"] for test in content["self_tests"]][:2] == ["decode", "prefill"]
+    assert (set(content["exchanges"].values()), content["latencies"]) == ({"none"}, [])
+    assert "exchange: none (the cache is not sharded, nothing moves)" in lines
+    assert lines[-1] == "all well: 4 self-tests passed on every rank"
     assert lines[-2] == "self-test of equal bits, dcp 1, exchange none, together: 16 of 16 rows of logits are equal"
     multiply = fixed.multiply_rows
     monkeypatch.setattr(fixed, "multiply_rows", lambda x, weight: multiply(x * (1 + (len(x) > 1) / 64), weight))
     assert main(command) == 1
     (last,) = json.loads(out.read_text())["self_tests"][-1:]
     assert last["failures"] == ["rank 0: 0 of 16 rows of logits are equal"]
-    assert main(["doctor", "--device", "cpu", "--model", "elsewhere"]) == 2
-    assert "--model is elsewhere; it goes with --determinism" in capfd.readouterr().err

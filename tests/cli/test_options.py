@@ -35,9 +35,6 @@ def test_lines_of_graphs(with_drafts: bool, mixed: bool, lines: list[str]) -> No
     drafter = HashDrafter(3, 0.5) if with_drafts else None
     engine = make_engine(20, 100, 8, 64, with_graph=True, drafter=drafter, mixed=mixed)
     assert graph_lines(engine.graph, engine.mixed_graph) == lines
-
-
-def test_no_graphs_no_lines() -> None:
     assert graph_lines(None, None) == []
 
 

@@ -63,7 +63,6 @@ def test_no_output_over_the_model(
     "command",
     [
         "bench generate --device cpu --batch 1 --input-len 4 --output-len 2 --model",
-        "bench serve --device cpu --input-lens 4 --output-lens 2 --model",
         "bench layer --device cpu --geometry",
         "plan --machine h200x8 --model",
     ],

@@ -10,8 +10,6 @@ import pytest
 import transformers
 
 from dcpmla.__main__ import main
-from dcpmla.integrations.families.table import attention_of
-from dcpmla.planning.weights import ModelSize
 from tests.support.commands import mistake
 from tests.support.models import tiny_config
 from tests.support.plan_cases import FP8, LAYER, RESULTS, write
@@ -233,9 +231,6 @@ def test_outputs_are_none_of_the_inputs(
         assert plan(config_file, f"--measured {measured} --machine h200x8,{measured} {option} {read}") == 2
         assert f"{option} is {read}, which is read" in mistake(capfd)
         assert read.read_bytes() == before
-
-
-def test_json_and_plot_are_two_files(config_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.png"
     assert plan(config_file, f"--json {out} --plot {out}") == 2
     assert "--json and --plot are both" in mistake(capfd)
@@ -285,8 +280,3 @@ def test_a_plot_without_matplotlib_names_the_extra(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert plan(config_file, f"--plot {tmp_path / 'plan.png'}") == 2
     assert "dcpmla[plot]" in mistake(capfd)
-
-
-def test_geometry_is_read_once(v3: ModelSize) -> None:
-    assert v3.attention.config == attention_of(transformers.DeepseekV3Config()).config
-    assert (v3.attention.num_layers, v3.num_routed, v3.experts_per_token) == (61, 256, 8)

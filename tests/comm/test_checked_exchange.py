@@ -28,27 +28,15 @@ def check_unequal_calls() -> list[str]:
     exchange, other = (CheckedExchange(AllToAll(group), group) for _ in range(2))
     q, lse = torch.full((T, H, D), float(rank)), torch.zeros(T, 3 * H)
     rows, tokens = torch.zeros(2, D), torch.zeros(2, dtype=torch.int64)
+    dtype, order = torch.bfloat16 if rank == 0 else torch.float32, torch.arange(5)
     words = [
         refused(lambda: exchange.gather_heads(q[: T - (rank == 1)])),
-        refused(
-            lambda: exchange.combine(
-                torch.zeros(T, 3 * H, D, dtype=torch.bfloat16 if rank == 0 else torch.float32), lse
-            )
-        ),
-        refused(
-            lambda: exchange.start_context(rows, torch.arange(5), tokens) if rank == 2 else exchange.gather_heads(q)
-        ),
+        refused(lambda: exchange.combine(torch.zeros(T, 3 * H, D, dtype=dtype), lse)),
+        refused(lambda: exchange.start_context(rows, order, tokens) if rank == 2 else exchange.gather_heads(q)),
         refused(lambda: exchange.reserve_context(9, D + rank, torch.float32, q.device)),
-        refused(lambda: exchange.mailbox(T, 3 * H, D, torch.bfloat16 if rank == 0 else torch.float32)),
+        refused(lambda: exchange.mailbox(T, 3 * H, D, dtype)),
     ]
-    assert exchange.gather_heads(q)[0, :, 0].tolist() == [
-        0,
-        0,
-        1,
-        1,
-        2,
-        2,
-    ]  # refused calls leave nothing
+    assert exchange.gather_heads(q)[0, :, 0].tolist() == [0, 0, 1, 1, 2, 2]  # refused calls leave nothing
     return [*words, refused(lambda: (other if rank == 1 else exchange).gather_heads(q))]
 
 

@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import triton
 from torch import Tensor
 
 from dcpmla.comm import nccl
+from dcpmla.comm.kernels.exchange import combine_kernel, gather_kernel
+from dcpmla.comm.kernels.merge import merge_kernel, merge_rows, weigh_kernel, weigh_rows
+from dcpmla.comm.kernels.window import place_kernel
 from tests.comm.test_exchange import expected_merge, partials
 from tests.support.hopper import compile_source, new_source, ptx_for_hopper
 from tests.support.kernels import cut, on_both, run_kernels
-from tests.support.ranks import run_ranks
-
-triton = pytest.importorskip("triton")
+from tests.support.ranks import on_ranks
 
 
 def draw(num_parts: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
@@ -28,8 +30,6 @@ def draw(num_parts: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tenso
 
 
 def check_merge_rows(device: str) -> None:
-    from dcpmla.comm.kernels.merge import merge_rows
-
     tolerances = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
     for num_parts, (dtype, tolerance) in itertools.product((1, 2, 3, 8), tolerances.items()):
         out, lse = draw(num_parts, dtype, device)
@@ -42,8 +42,6 @@ def check_merge_rows(device: str) -> None:
 
 def check_weigh_rows(device: str) -> None:
     """Check that the ranks' weighed rows add up to the merged ones, those of each owner apart."""
-    from dcpmla.comm.kernels.merge import weigh_rows
-
     for size, dtype in ((1, torch.float32), (2, torch.bfloat16), (3, torch.float64), (8, torch.float16)):
         out, lse = draw(size, dtype, device)
         weighed = [weigh_rows(cut(rows), lse.to(device), rank) for rank, rows in enumerate(out.to(device))]
@@ -65,8 +63,6 @@ def test_kernels(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_kernels_compile_for_hopper(dtype: str) -> None:
-    from dcpmla.comm.kernels.merge import merge_kernel, weigh_kernel
-
     types = dict.fromkeys(("lse_ptr", "merged_lse_ptr", "shares_ptr"), "*fp32")
     for kernel, size in ((merge_kernel, "NUM_PARTS"), (weigh_kernel, "SIZE")):
         ptx_for_hopper(kernel, dtype, {size: 8, "PARTS": 8, "COLUMNS": 512}, **types)
@@ -89,8 +85,6 @@ def compile_direct(kernel: Any, types: dict[str, str], constants: dict[str, Any]
 )
 def test_landings_compile_for_hopper(dtype: str, carrier: str, is_fp8: bool, size: int) -> None:
     """A word is loaded once for all its uses: it may come in between two loads."""
-    from dcpmla.comm.kernels.exchange import combine_kernel, gather_kernel
-
     peers = triton.next_power_of_2(size)
     common = {"SIZE": size, "PEERS": peers, "COLUMNS": 128, "IS_FP8": is_fp8, "PROGRAMS": 2048}
     rows = {"q_ptr": f"*{carrier}", "gathered_ptr": f"*{dtype}", "out_ptr": f"*{carrier}", "merged_ptr": f"*{dtype}"}
@@ -109,8 +103,6 @@ def test_landings_compile_for_hopper(dtype: str, carrier: str, is_fp8: bool, siz
 @pytest.mark.parametrize("carrier", ["i16", "i32"])
 def test_window_compiles_for_hopper(carrier: str, size: int) -> None:
     """Rows travel between flags that other GPUs see."""
-    from dcpmla.comm.kernels.window import place_kernel
-
     common = {"SIZE": size, "PEERS": triton.next_power_of_2(size), "THREADS": 128, "PROGRAMS": 2048}
     context = {"OPERATION": 2, "WIDTH": 576, "ROWS": 16, "COLUMNS": 64}
     heads = {"OPERATION": 0, "WIDTH": 9216, "ROWS": 1, "COLUMNS": 1024, "targets_ptr": None}
@@ -120,7 +112,8 @@ def test_window_compiles_for_hopper(carrier: str, size: int) -> None:
         assert ptx.count("atom.global.sys.release") == ptx.count("atom.global.sys.acquire") == 2
 
 
-def check_strides() -> None:
+@on_ranks(1)
+def test_rows_in_transit_are_aligned() -> None:
     """Check that rows are loaded 16 bytes at a time where all strides are multiples of 16 elements."""
     merge, strides = nccl.merge_rows, []
     nccl.merge_rows = lambda out, lse: (strides.extend(out.stride()[:3]), merge(out, lse))[1]  # type: ignore[assignment]
@@ -129,7 +122,3 @@ def check_strides() -> None:
         assert torch.equal(nccl.AllToAll(dist.group.WORLD).combine(out, torch.zeros(2, 3))[0], out)
     assert len(strides) == 12
     assert all(stride % 16 == 0 for stride in strides)
-
-
-def test_rows_in_transit_are_aligned() -> None:
-    run_ranks(1, check_strides)

@@ -12,13 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import CrossRefFakeMode
 
+from dcpmla.comm import direct, direct_ops, place
 from dcpmla.parallel.collectives import PeerFault
-from tests.support.shared_memory import allocate, delay_kernels, run_interpreted
-
-pytest.importorskip("triton")
-
-from dcpmla.comm import direct, direct_ops, place  # noqa: E402
-from tests.support.direct_checks import (  # noqa: E402
+from tests.support.direct_checks import (
     DTYPES,
     check_memory,
     draw,
@@ -28,6 +24,8 @@ from tests.support.direct_checks import (  # noqa: E402
     exchange_once,
     tokens_of_rows,
 )
+from tests.support.ranks import on_ranks
+from tests.support.shared_memory import allocate, delay_kernels, run_interpreted
 
 
 def new_exchange(**changes: Any) -> direct.DirectExchange:
@@ -81,7 +79,8 @@ def test_exchanges(num_ranks: int, num_steps: int) -> None:
     run_interpreted(num_ranks, check_exchanges, num_steps)
 
 
-def check_missing_rank() -> None:
+@on_ranks(11, run_interpreted)
+def test_missing_rank() -> None:
     """Leave the first of eleven ranks out of five groups of three, each with an operation of its own.
 
     The others wait for it once, in whatever number of turns, then no more; among themselves exchanges work.
@@ -151,11 +150,8 @@ def seconds(call: Callable[..., Any], *args: Any) -> float:
     return time.monotonic() - start
 
 
-def test_missing_rank() -> None:
-    run_interpreted(11, check_missing_rank)
-
-
-def check_operators() -> None:
+@on_ranks(2, run_interpreted)
+def test_operators() -> None:
     """Check the operators under torch.compile, which may copy tensors, and with fake tensors; and what they refuse."""
     delay_kernels(random.Random(dist.get_rank()))
     direct._WINDOW_BYTES = 2048
@@ -193,10 +189,6 @@ def check_operators() -> None:
     }.items():
         with pytest.raises(ValueError, match=match):
             call()
-
-
-def test_operators() -> None:
-    run_interpreted(2, check_operators)
 
 
 @pytest.mark.parametrize("size", [1, 9])

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from unittest.mock import patch
 
@@ -18,7 +17,7 @@ from dcpmla.comm.nccl import AllGatherReduceScatter, AllToAll
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
 from tests.support.direct_checks import tokens_of_rows
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 T, H, D = 5, 3, 40  # tokens, heads a rank, row width
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -54,9 +53,8 @@ def check_combine(device: str = "cpu") -> None:
         merged, merged_lse = (tensor.cpu() for tensor in exchange.combine(out[rank].to(device), lse[rank].to(device)))
         wanted, wanted_lse = expected_merge(out, lse)
         assert (merged.dtype, merged.shape, merged_lse.dtype) == (dtype, (T, H, D), torch.float32)
-        tolerance = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}[
-            dtype
-        ]  # one rounding of the result
+        # One rounding of the result.
+        tolerance = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
         torch.testing.assert_close(merged.double(), wanted[:, heads], atol=tolerance, rtol=tolerance)
         torch.testing.assert_close(merged_lse.double(), wanted_lse[:, heads], atol=1e-5, rtol=1e-6)
         assert torch.equal(merged[1], torch.zeros(H, D, dtype=dtype))
@@ -97,19 +95,8 @@ def check_bytes(exchange: Exchange, dtype: torch.dtype, device: torch.device) ->
 
 
 def check_skew() -> None:
-    """Delay one rank in each step, another each time: results stay those of the step."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    for step, exchange in enumerate(exchanges() * 2):
-        if rank == step % size:
-            time.sleep(0.05)
-        out = torch.full((1, size, D), float(rank + step))
-        merged, _ = exchange.combine(out, torch.zeros(1, size))
-        torch.testing.assert_close(merged, torch.full((1, 1, D), step + (size - 1) / 2))
-
-
-def check_skew_of_gathers() -> None:
-    """Begin gathers of context one ahead, as prefill does; one rank begins late, another waits late, a third in
-    between.
+    """Begin gathers of context one ahead, as prefill does, with a merge in between; in each step other ranks are late:
+    results stay those of the step.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     rows = torch.randn(6, size, 4, D, generator=torch.Generator().manual_seed(0))
@@ -121,51 +108,37 @@ def check_skew_of_gathers() -> None:
             if rank == step % size:
                 time.sleep(0.05)
             gathered = started.pop()()
+            merged, _ = exchange.combine(torch.full((1, size, D), float(rank + step)), torch.zeros(1, size))
             if rank == (step + 1) % size:
                 time.sleep(0.05)
             started += [exchange.start_context(mine, order, tokens) for mine in rows[step + 1 : step + 2, rank]]
             assert torch.equal(gathered, everybody.flatten(0, 1).flip(0))
+            torch.testing.assert_close(merged, torch.full((1, 1, D), step + (size - 1) / 2))
 
 
-def check_all(*checks: Callable[[], None]) -> None:
-    for check in checks:
+def check_all() -> None:
+    for check in (check_combine, check_gathers, check_skew):
         check()
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(5, marks=pytest.mark.thorough), 8])
 def test_ranks(num_ranks: int) -> None:
-    run_ranks(num_ranks, check_all, check_combine, check_gathers)
+    run_ranks(num_ranks, check_all)
 
 
-def check_wide_rows() -> None:
-    with pytest.raises(ValueError, match="out has dtype torch.float64; a2a carries rows of float32 or narrower"):
-        AllToAll(dist.group.WORLD).combine(torch.zeros(1, 1, D, dtype=torch.float64), torch.zeros(1, 1))
-
-
-def test_rows_wider_than_the_lse_are_refused() -> None:
-    run_ranks(1, check_wide_rows)
-
-
-def test_skew() -> None:
-    run_ranks(3, check_all, check_skew, check_skew_of_gathers)
-
-
-def check_identity() -> None:
+@on_ranks(1)
+def test_one_rank_is_the_identity() -> None:
     selection = select_exchange(DCPConfig(dcp_comm_backend="a2a"), dist.group.WORLD, "cpu")
     out, lse = torch.randn(T, H, D), torch.randn(T, H)
     assert selection.exchange.name == "none"
     assert torch.equal(selection.exchange.gather_heads(out), out)
-    assert all(
-        torch.equal(got, given) for got, given in zip(selection.exchange.combine(out, lse), (out, lse), strict=True)
-    )
+    assert all(map(torch.equal, selection.exchange.combine(out, lse), (out, lse)))
     candidates = torch.randint(9, (T, 5))
     assert torch.equal(selection.exchange.gather_candidates(candidates), candidates[:, None])
     order = torch.arange(T)  # one rank's rows are in token order
     assert torch.equal(selection.exchange.start_context(out[:, 0], order, order)(), out[:, 0])
-
-
-def test_one_rank_is_the_identity() -> None:
-    run_ranks(1, check_identity)
+    with pytest.raises(ValueError, match="out has dtype torch.float64; a2a carries rows of float32 or narrower"):
+        AllToAll(dist.group.WORLD).combine(out.double(), lse)
 
 
 def check_selection() -> list[tuple[str, str]]:
@@ -177,15 +150,11 @@ def check_selection() -> list[tuple[str, str]]:
     for mistake in ({"dcp_comm_backend": "direct"}, {"dcp_exchange_dtype": "fp8"}):
         with pytest.raises(ValueError, match=f"{next(iter(mistake))} .* the ranks are CPUs; choose auto"):
             select_exchange(dataclasses.replace(layouts[0], **mistake), dist.group.WORLD, "cpu")
+    options = dataclasses.replace(auto, exchange_timeout=7.5, dcp_exchange_dtype="fp8")
     on_hopper = patch("torch.cuda.get_device_capability", return_value=(9, 0))
-    with (
-        patch("dcpmla.comm.select.reach", return_value=""),
-        patch("dcpmla.comm.direct.DirectExchange") as direct,
-        on_hopper,
-    ):
-        select_exchange(
-            dataclasses.replace(auto, exchange_timeout=7.5, dcp_exchange_dtype="fp8"), dist.group.WORLD, "cpu"
-        )
+    reaches = patch("dcpmla.comm.select.reach", return_value="")
+    with reaches, patch("dcpmla.comm.direct.DirectExchange") as direct, on_hopper:
+        select_exchange(options, dist.group.WORLD, "cpu")
     assert direct.call_args.kwargs == {"timeout": 7.5, "is_fp8": True}
     checked = select_exchange(dataclasses.replace(layouts[2], check_exchange=True), dist.group.WORLD, "cpu")
     assert isinstance(checked.exchange, CheckedExchange)

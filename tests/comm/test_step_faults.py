@@ -8,23 +8,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dcpmla.comm import direct_ops
+from dcpmla.comm.direct import DirectExchange
 from dcpmla.comm.exchange import LocalExchange
 from dcpmla.comm.faults import StepFaults
 from dcpmla.comm.nccl import AllToAll
 from dcpmla.config import DCPConfig
 from dcpmla.parallel.collectives import PeerFault
+from tests.support.ranks import on_ranks
 from tests.support.shared_memory import allocate, delay_kernels, run_interpreted
-
-pytest.importorskip("triton")
-
-from dcpmla.comm import direct_ops  # noqa: E402
-from dcpmla.comm.direct import DirectExchange  # noqa: E402
 
 CPU = torch.device("cpu")
 TIMEOUT, PATIENCE = 2.0, 150.0  # seconds
 
 
-def check_late_rank() -> None:
+@on_ranks(4, run_interpreted)
+def test_a_late_rank_is_known_to_all_ranks() -> None:
     """Run steps of two groups of two ranks over one TP group. In one step rank 2 comes after rank 3 has given up."""
     rank = dist.get_rank()
     delay_kernels(random.Random(rank))
@@ -64,11 +63,8 @@ def check_late_rank() -> None:
         check = faults.start()  # a later step's
 
 
-def test_a_late_rank_is_known_to_all_ranks() -> None:
-    run_interpreted(4, check_late_rank)
-
-
-def check_no_words() -> None:
+@on_ranks(2, run_interpreted)
+def test_exchanges_without_words_share_nothing() -> None:
     """Let one rank alone start: that would wait for ever if it were collective."""
     rank = dist.get_rank()
     dcp = DCPConfig(tensor_parallel_size=2, decode_context_parallel_size=2)
@@ -78,11 +74,8 @@ def check_no_words() -> None:
             faults.start()()
 
 
-def test_exchanges_without_words_share_nothing() -> None:
-    run_interpreted(2, check_no_words)
-
-
-def check_one_group_without_words() -> None:
+@on_ranks(4, run_interpreted)
+def test_a_group_without_words_learns_of_others() -> None:
     """Share the words of one group with another, whose exchange is of collectives."""
     rank = dist.get_rank()
     groups = [dist.new_group([first, first + 1]) for first in (0, 2)]
@@ -93,7 +86,3 @@ def check_one_group_without_words() -> None:
     words = "gather_context failed on rank 3 of the group [2, 3]: nothing came from rank 3 for 60 s, in exchange 7"
     with pytest.raises(PeerFault, match=re.escape(words)):
         StepFaults(exchange, dcp, dist.group.WORLD, CPU).start()()
-
-
-def test_a_group_without_words_learns_of_others() -> None:
-    run_interpreted(4, check_one_group_without_words)

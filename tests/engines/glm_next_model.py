@@ -20,27 +20,28 @@ from transformers.models.glm5_next import modeling_glm5_next as glm5_next
 
 from dcpmla.attention.select.projections import hadamard_matrix
 from tests.engines.sparse_model import Selections, rounded_keys
-from tests.engines.vllm_drafts import Module
+from tests.engines.vllm_drafts import draw_own
 from tests.engines.vllm_kimi import convolve_one, delta, initial_states, norm, prefill_delta
 from tests.engines.vllm_v4_model import mix_streams
 from tests.support.models import random_model
+from tests.support.plain_mtp import PlainMtp
 
 TOPK, POOL_SIZE = 32, 4
 MODULE = "model.layers.4"  # after the model's four layers
 _TORCHVISION = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
 
 
-def glm_next() -> tuple[Any, Any]:
+def glm_next() -> Any:
     """Return transformers' model of four dense layers, two of linear attention and two whose tokens select TOPK tokens
-    in pools; and the layer of an MTP module, of the last kind.
+    in pools.
     """
     model = _with_module()
-    layers = model.model.language_model.layers
-    model.model.language_model.layers = layers[:4]
-    return model, layers[4]
+    model.model.language_model.layers = model.model.language_model.layers[:4]
+    return model
 
 
 def _with_module() -> Any:
+    """Return the model with the layer of an MTP module, of the last kind."""
     config = Glm5NextTextConfig(
         vocab_size=512,
         hidden_size=128,
@@ -82,10 +83,7 @@ def save_glm_next(directory: Path) -> Path:
         for name, tensor in load_file(file).items()
         if "visual" not in name and "layers.4.hc_" not in name  # a module has one stream
     }
-    generator = torch.Generator().manual_seed(1)
-    own = {name: torch.rand(128, generator=generator) + 0.5 for name in ("enorm", "hnorm", "shared_head.norm")}
-    own |= {"eh_proj": torch.randn(128, 256, generator=generator) * 0.1}
-    own["embed_tokens"] = kept["model.embed_tokens.weight"].clone()
+    own = draw_own(torch.Generator().manual_seed(1)) | {"embed_tokens": kept["model.embed_tokens.weight"].clone()}
     kept |= {f"{MODULE}.{name}.weight": tensor for name, tensor in own.items()}
     save_file(kept, file, metadata={"format": "pt"})
     fields = json.loads((directory / "config.json").read_text())["text_config"]
@@ -98,21 +96,17 @@ def save_glm_next(directory: Path) -> Path:
     return directory
 
 
-class GlmModule(Module):
+class GlmModule(PlainMtp):
     """The MTP module in plain torch, whose tokens attend to all before them, as tokens of short prompts do."""
 
-    def __init__(self, directory: str) -> None:
-        self.masks_first = True
-        self.base, self.layer = glm_next()
-        self.weights = load_file(Path(directory) / "model.safetensors")
-        self.name, self.eps = MODULE, self.base.config.text_config.rms_norm_eps
-        self.embed = self.base.model.language_model.embed_tokens
+    masks_first = True
 
-    def attend(self, x: Tensor) -> Tensor:
-        """Return the layer's output, without streams."""
-        layer, mask = self.layer, torch.ones(x.shape[:2], dtype=torch.bool)
-        x = x + layer.self_attn(layer.input_layernorm(x), mask)[0]
-        return x + layer.mlp(layer.post_attention_layernorm(x))
+    def __init__(self, directory: str) -> None:
+        self.base, self.with_layer = glm_next(), _with_module()
+        self.config = self.base.config.text_config
+        self.use_layer()
+        saved, block = load_file(Path(directory) / "model.safetensors"), self.names.block
+        self.own = {name.replace(MODULE, block): tensor for name, tensor in saved.items()}
 
 
 class PoolSelections(Selections):

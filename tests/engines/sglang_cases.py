@@ -1,4 +1,4 @@
-"""Models that tests run in SGLang's own engine on CPUs, the engine's options, and what transformers generates."""
+"""Models that tests run in SGLang's own engine on CPUs, the engine's options, and checks of its answers."""
 
 import json
 import subprocess
@@ -12,6 +12,7 @@ import transformers
 
 from tests.engines.sglang_tree import CPU, VERSION, sglang_variables
 from tests.support.launchers import environment
+from tests.support.oracle import Oracle
 
 NUM_NEW, CHUNK = 6, 160
 CONFIG = transformers.DeepseekV3Config(
@@ -62,28 +63,18 @@ ENGINE = {
 }
 
 
-@torch.no_grad()
-def expected(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
-    """Return transformers' greedy tokens and their logprobs."""
-    tokens, logprobs = list(prompt), []
-    for _ in range(NUM_NEW):
-        logprob, token = model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1).max(-1)
-        tokens.append(int(token))
-        logprobs.append(float(logprob))
-    return tokens[len(prompt) :], logprobs
-
-
 def check_answers(
     model: Any, batches: list[list[list[int]]], served: list[list[dict[str, Any]]]
 ) -> dict[tuple[int, ...], list[int]]:
     """Check that SGLang's tokens and logprobs are transformers'; return all tokens of each prompt and its answer."""
-    answers = {}
+    answers, oracle = {}, Oracle(model)
     for prompts, requests in zip(batches, served, strict=True):
         for prompt, request in zip(prompts, requests, strict=True):
-            tokens, logprobs = expected(model, prompt)
-            assert request["tokens"] == tokens
-            torch.testing.assert_close(request["logprobs"], logprobs, atol=1e-4, rtol=0)
-            answers[tuple(prompt)] = prompt + tokens
+            logprobs = oracle.logits(prompt, request["tokens"]).log_softmax(-1)
+            oracle.check_tokens(prompt, request["tokens"])
+            assert len(request["tokens"]) == NUM_NEW
+            torch.testing.assert_close(torch.tensor(request["logprobs"]), logprobs.amax(-1), atol=1e-4, rtol=0)
+            answers[tuple(prompt)] = prompt + request["tokens"]
     return answers
 
 

@@ -14,7 +14,7 @@ from transformers.models.deepseek_v32 import modeling_deepseek_v32 as deepseek_v
 
 from dcpmla.attention.select.selector import TokenSelector
 from tests.engines.conftest import save_random, small_fields
-from tests.engines.vllm_drafts import make_module
+from tests.engines.vllm_drafts import draw_own, make_module
 
 TOPK = 32
 
@@ -30,9 +30,7 @@ def save_sparse_model(
 
 def save_sparse_model_with_module(directory: Path) -> Path:
     """Save a model of two layers and an MTP module with a third; return its directory."""
-    save_sparse_model(directory, num_layers=3)
-    own = {name: torch.rand(128) + 0.5 for name in ("enorm", "hnorm", "shared_head.norm")}
-    make_module(directory, own | {"eh_proj": torch.randn(128, 256) * 0.1})
+    make_module(save_sparse_model(directory, num_layers=3), draw_own())
     config = json.loads((directory / "config.json").read_text())
     del config["layer_types"], config["mlp_layer_types"]  # because they count three layers
     (directory / "config.json").write_text(json.dumps(config))

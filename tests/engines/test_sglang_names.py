@@ -8,6 +8,7 @@ import pytest
 
 from dcpmla.integrations.sglang import SUPPORTED
 from tests.engines.sglang_tree import OLDEST, VERSION, sglang_path
+from tests.engines.vllm_names import Name, definitions, member_of, source
 from tests.support.sources import metadata
 
 # File under sglang/srt -> functions, and the arguments that they must take, in this order, after self.
@@ -99,30 +100,20 @@ LINES = {
 }
 
 
-def functions_of(path: Path) -> dict[str, list[str]]:
-    """Return the functions and methods of a file, each with its positional arguments but self and cls."""
-    found = {}
-    for node in ast.parse(path.read_text()).body:
-        members = node.body if isinstance(node, ast.ClassDef) else [node]
-        prefix = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
-        for member in members:
-            if isinstance(member, ast.FunctionDef):
-                names = [argument.arg for argument in member.args.args]
-                found[prefix + member.name] = [name for name in names if name not in ("self", "cls")]
-    return found
-
-
 @pytest.mark.parametrize("release", SUPPORTED)
 def test_what_the_plug_in_takes_is_there(release: str) -> None:
-    tree = Path(sglang_path(release)[0]) / "sglang" / "srt"
-    moved = []
+    tree, moved = Path(sglang_path(release)[0]), []
     for file, wanted in FUNCTIONS.items():
-        found = functions_of(tree / file) if (tree / file).is_file() else {}
+        module = "sglang.srt." + file.removesuffix(".py").replace("/", ".")
         for name, arguments in wanted.items():
-            if name not in found or found[name][: len(arguments)] != arguments:
-                moved.append(f"{file}: {name}({', '.join(arguments)}), found {found.get(name)}")
+            owner, _, method = name.rpartition(".")
+            function = member_of(tree, Name(module, owner), method) if owner else definitions(tree, module).get(name)
+            taken = function.args.args if isinstance(function, ast.FunctionDef) else []
+            found = [each.arg for each in taken if each.arg not in ("self", "cls")]
+            if function is None or found[: len(arguments)] != arguments:
+                moved.append(f"{file}: {name}({', '.join(arguments)}), found {found}")
     for file, lines in LINES.items():
-        text = (tree / file).read_text() if (tree / file).is_file() else ""
+        text = source(tree, "sglang.srt." + file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")) or ""
         moved += [f"{file}: {line}" for line in lines if not re.search(line, text, re.MULTILINE)]
     assert not moved, "\n".join(moved)
 

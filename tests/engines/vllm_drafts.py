@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from tests.engines.conftest import save_model
+from tests.support.plain_mtp import PlainMtp
 
 NAME = "model.layers.2"  # after the model's two layers
 DRAFTED: list[tuple[str, int, list[int]]] = []  # a request, how many tokens it had, and what vLLM drafted after them
@@ -20,10 +20,14 @@ def save_model_with_module(directory: Path, num_heads: int = 8, head_dim: int = 
     """Save a model of two dense layers and a module with a third, which has experts if num_dense is 2; return its
     directory.
     """
-    save_model(directory, num_heads, head_dim, num_layers=3, num_dense=num_dense)
-    width = 128
-    own = {name: torch.rand(width) + 0.5 for name in ("enorm", "hnorm", "shared_head.norm")}
-    return make_module(directory, own | {"eh_proj": torch.randn(width, 2 * width) * 0.1})
+    return make_module(save_model(directory, num_heads, head_dim, num_layers=3, num_dense=num_dense), draw_own())
+
+
+def draw_own(generator: torch.Generator | None = None) -> dict[str, Tensor]:
+    """Draw the weights that a module of width 128 has beside those of its layer."""
+    norms = ("enorm", "hnorm", "shared_head.norm")
+    own = {name: torch.rand(128, generator=generator) + 0.5 for name in norms}
+    return own | {"eh_proj": torch.randn(128, 256, generator=generator) * 0.1}
 
 
 def make_module(directory: Path, own: dict[str, Tensor]) -> Path:
@@ -57,47 +61,15 @@ def record_drafts() -> None:
     TargetDependentARSpeculator.propose = recorded
 
 
-class Module:
-    """The module in plain torch, around transformers' own layer; nothing is cached.
-
-    Args:
-        masks_first: zero the first position's embedding, as vLLM does: "not needed by MTP".
-    """
+class Module(PlainMtp):
+    """The module of a saved model in plain torch, around transformers' own layer; nothing is cached."""
 
     def __init__(self, directory: str, masks_first: bool = True) -> None:
-        self.masks_first = masks_first
+        self.masks_first, self.own = masks_first, load_file(Path(directory) / "model.safetensors")
         self.base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, num_hidden_layers=3)
-        self.layer = whole.model.layers[2]
-        self.weights = load_file(Path(directory) / "model.safetensors")
-        self.name, self.eps, self.embed = NAME, self.base.config.rms_norm_eps, self.base.model.embed_tokens
-
-    @torch.inference_mode()
-    def drafts(self, tokens: list[int], num_drafts: int) -> list[int]:
-        """Return the drafts after tokens."""
-        hidden = self.base.model(torch.tensor([tokens])).last_hidden_state[:, :-1]
-        for _ in range(num_drafts):
-            out = self._run(torch.tensor([tokens[1:]]), hidden)
-            tokens = [*tokens, int(self.base.lm_head(out[0, -1]).argmax())]
-            hidden = torch.cat([hidden, out[:, -1:]], 1)
-        return tokens[-num_drafts:]
-
-    def _run(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        embedded = self.embed(tokens)
-        if self.masks_first:
-            embedded[:, 0] = 0
-        x = torch.cat([self._norm(embedded, "enorm"), self._norm(hidden, "hnorm")], -1)
-        return self._norm(self.attend(x @ self.weights[f"{self.name}.eh_proj.weight"].T), "shared_head.norm")
-
-    def attend(self, x: Tensor) -> Tensor:
-        """Return the layer's output."""
-        positions = torch.arange(x.shape[1])[None]
-        mask = torch.full((x.shape[1],) * 2, -torch.inf).triu(1)[None, None]
-        angles = self.base.model.rotary_emb(x, positions)
-        return self.layer(x, attention_mask=mask, position_ids=positions, position_embeddings=angles)
-
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weights[f"{self.name}.{name}.weight"], self.eps)
+        self.with_layer = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, num_hidden_layers=3)
+        self.config = self.base.config
+        self.use_layer()
 
 
 def compare_drafts(module: Any, prompts: list[list[int]], outputs: list[Any]) -> dict[str, int]:

@@ -101,7 +101,7 @@ def main(directory: str, options: dict[str, Any]) -> None:
     CALLS.clear()
     selections = PoolSelections() if is_pooled else Selections()
     selections.record()
-    model: Any = glm_next()[0] if is_pooled else DeepseekV32ForCausalLM.from_pretrained(directory, **IN_FLOAT32)
+    model: Any = glm_next() if is_pooled else DeepseekV32ForCausalLM.from_pretrained(directory, **IN_FLOAT32)
     requests = prompts(longest)
     outputs = run(llm, requests)
     error = selections.largest_error(model, requests, outputs)

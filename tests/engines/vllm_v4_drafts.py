@@ -18,16 +18,12 @@ GUIDES: dict[str, list[int]] = {}  # all tokens of a request, by its name, to dr
 
 
 class Module(PlainStreamMtp):
-    """The module in plain torch. Like vLLM's, it reads no embedding at the first position."""
+    """The module in plain torch."""
+
+    masks_first = True
 
     def __init__(self) -> None:
         super().__init__("deepseek_v4", **CONFIG)
-
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        out = super()._norm(x, name)
-        if name == self.names.embedding_norm:
-            out[:, 0] = 0
-        return out
 
 
 def save_v4_with_module(directory: Path) -> Path:

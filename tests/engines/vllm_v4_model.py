@@ -11,10 +11,9 @@ from torch.nn import functional as F
 from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4 import modeling_deepseek_v4
 
-from dcpmla.cache.shared_format import rows_shape
-from dcpmla.cache.shared_rows import read_rows, write_rows
 from tests.support.models import random_model
 from tests.support.quantized_models import published_name
+from tests.support.rounded_rows import rounding
 
 _ROPE = {"rope_type": "default", "partial_rotary_factor": 0.125}
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 1024, "beta_fast": 32, "beta_slow": 1}
@@ -80,18 +79,10 @@ def _file(directory: Path) -> Path:
 
 def round_reference() -> None:
     """Make transformers' model read windows and entries as caches of 8 bits hold them."""
-    rotate = modeling_deepseek_v4.apply_rotary_pos_emb
-
-    def rotate_and_round(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        rows = rotate(x, cos, sin)
-        if x.shape[1] != 1 or x.shape[-1] != CONFIG["head_dim"]:
-            return rows  # queries, index keys
-        flat = rows.flatten(0, -2)
-        cache, slots = torch.zeros(rows_shape(len(flat), flat.shape[1], torch.uint8), dtype=torch.uint8), len(flat)
-        write_rows(cache, flat, torch.arange(slots))
-        return read_rows(cache, torch.arange(slots), flat.shape[1], rows.dtype).view(rows.shape)
-
-    modeling_deepseek_v4.apply_rotary_pos_emb = rotate_and_round
+    # Of the rows that are rotated, queries have several heads, and index keys are narrow.
+    modeling_deepseek_v4.apply_rotary_pos_emb = rounding(
+        modeling_deepseek_v4.apply_rotary_pos_emb, lambda x: x.shape[1] == 1 and x.shape[-1] == CONFIG["head_dim"]
+    )
 
 
 class PlainExperts(nn.Module):
@@ -170,31 +161,16 @@ def use_plain_torch() -> None:
         operation.forward_cuda = operation.forward_cpu
 
 
-def mix_streams(
-    residual: Tensor,
-    fn: Tensor,
-    scale: Tensor,
-    base: Tensor,
-    rms_eps: float,
-    eps: float,
-    mixing_eps: float,
-    post_factor: float,
-    num_rounds: int,
-    *_args: Any,
-    **_options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a block's weights of streams after it, the matrix that mixes them, and the block's input."""
-    num = residual.shape[-2]
-    flat = F.rms_norm(residual.flatten(1).to(fn.dtype), (residual.shape[1] * residual.shape[2],), eps=rms_eps)
-    pre, post, matrix = F.linear(flat, fn).split([num, num, num * num], -1)
-    pre = (pre * scale[0] + base[:num]).sigmoid() + eps
-    post = (post * scale[1] + base[num : 2 * num]).sigmoid() * post_factor
-    matrix = (matrix * scale[2] + base[2 * num :]).unflatten(-1, (num, num)).softmax(-1) + mixing_eps
-    matrix = matrix / (matrix.sum(-2, keepdim=True) + mixing_eps)
-    for _ in range(num_rounds - 1):
-        matrix = matrix / (matrix.sum(-1, keepdim=True) + mixing_eps)
-        matrix = matrix / (matrix.sum(-2, keepdim=True) + mixing_eps)
-    return post[..., None], matrix, (pre[..., None] * residual).sum(-2).to(residual.dtype)
+def mix_streams(residual: Tensor, *numbers: Any, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a block's weights of streams after it, the matrix that mixes them, and the block's input.
+
+    Args:
+        numbers: Arguments of vLLM's `mhc_pre_torch` after the first, which is for bfloat16 alone.
+    """
+    from vllm.model_executor.kernels.mhc.torch import mhc_pre_delayed_torch
+
+    post, matrix, _, pre = mhc_pre_delayed_torch(residual, *numbers[:8])
+    return post, matrix, (pre[..., None] * residual).sum(-2).to(residual.dtype)
 
 
 def _collapse(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, rms_eps: float, eps: float) -> Tensor:

@@ -1,78 +1,24 @@
-"""A.X-K2 beyond the tests of all families: routing without groups, names, caches, mistakes, kernels of its gates."""
+"""A.X-K2's gates beyond the tests of all families: their kernels, and a config that they do not go with."""
 
 from dataclasses import replace
-from math import prod
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from dcpmla.integrations.families.table import attention_of, find_family
-from dcpmla.integrations.model_files import load_config
-from dcpmla.integrations.model_size import read_model
+from dcpmla.integrations.families.table import attention_of
 from dcpmla.model.norm_gate import gate_norm
 from tests.attention.test_small_kernels import compile_for_hopper, randn
-from tests.integrations.test_transformers import check, make_cases, prompts
 from tests.support.interpreter import convert_as_torch
-from tests.support.layouts import dcp_config
-from tests.support.models import SPARSE_FAMILIES, random_model, tiny_config
-from tests.support.oracle import Oracle
-from tests.support.ranks import run_ranks
+from tests.support.models import SPARSE_FAMILIES, tiny_config
 from tests.support.shared_memory import run_interpreted
-from tests.support.whole_models import serve_layouts
 
 pytestmark = pytest.mark.skipif("axk2" not in SPARSE_FAMILIES, reason="needs a transformers with A.X-K2")
-
-
-def test_without_groups(tmp_path: Path) -> None:
-    """With corrections of both signs, and layers whose MLPs alternate; tensors have their published names."""
-    config = tiny_config("axk2")
-    config.n_group = config.topk_group = None
-    config.num_hidden_layers, config.mlp_layer_types = 3, ["sparse", "dense", "sparse"]
-    config.layer_types = config.layer_types[:1] * 3
-    reference = random_model(config)
-    for layer in (0, 2):
-        reference.get_submodule(f"model.layers.{layer}.mlp.gate").e_score_correction_bias.normal_(0, 0.2)
-    reference.save_pretrained(tmp_path)
-    names = load_file(tmp_path / "model.safetensors").keys()
-    assert {"model.layers.1.input_layernorm.W_up.weight", "model.layers.1.self_attn.q_b_proj.weight"} <= names
-    check(reference, tmp_path, 2, make_cases(2, [2], (1, 2), ("auto",)))
-
-
-def test_caches_of_8_bits_and_prefixes(tmp_path: Path) -> None:
-    """Every token and every expert is selected, because rounding may change a choice; e4m3 keeps three bits."""
-    config = tiny_config("axk2")
-    config.index_topk, config.num_experts_per_tok, config.kv_lora_rank = 128, 4, 128
-    config.topk_group = config.n_group
-    reference = random_model(config)
-    reference.save_pretrained(tmp_path)
-    plain = dcp_config(2, 2, 2, block_size=16, dcp_comm_backend="a2a")
-    fp8 = replace(plain, kv_cache_dtype="fp8", kv_cache_scale=0.02, index_cache_dtype="fp8", index_hadamard=True)
-    layouts = [plain, fp8, replace(plain, kv_cache_dtype="fp8_ds_mla", index_cache_dtype="fp8")]
-    layouts.append(replace(layouts[-1], decode_context_parallel_size=1))
-    exact, *rounded = run_ranks(2, serve_layouts, tmp_path, layouts, prompts(), 2)[0]
-    assert max(Oracle(reference).errors(prompts(), [exact])) < 1e-4
-    assert max(Oracle(reference).errors(prompts(), rounded)) < 0.2
-    for (_, logits), (_, whole) in zip(*rounded[1:], strict=True):
-        assert float((logits - whole).norm() / whole.norm()) < 1e-2
-
-
-def test_sizes_of_the_light_model() -> None:
-    """Values are the defaults of transformers' config: 20.3 billion parameters."""
-    model = read_model(load_config(Path(__file__).parents[1] / "planning" / "configs" / "axk2_light.json"))
-    assert round(sum(p.count * prod(p.shape) for p in model.parameters) / 1e8) == 203
 
 
 def test_gates_without_query_latents() -> None:
     config = attention_of(tiny_config("axk2")).config
     with pytest.raises(ValueError, match="query_gates is True, which needs a q_lora_rank, .* they are None"):
         replace(config, q_lora_rank=None)
-
-
-def test_no_mtp_module() -> None:
-    with pytest.raises(ValueError, match="'mtp', which A.X-K2 does not have"):
-        find_family("axk2").check_mtp(tiny_config("axk2"))
 
 
 def check_gates(device: str) -> None:

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from dcpmla.config import DCPConfig
@@ -29,7 +27,7 @@ from tests.support.whole_models import load_engine_on_rank
 
 MODEL_TYPES = [family for family in FAMILIES if family not in ("deepseek_v2_no_q_lora", "deepseek_v3_neox")]
 NONSENSE: list[Any] = [0, -1, 1, 2, 7, 600, 10**12, 10**400, -0.5, 2.5, math.nan, math.inf, -math.inf, True, False]
-NONSENSE += [1e30, "x", "", "default", "yarn", None, [], {}, [1], ["x"], {"x": 1}]
+NONSENSE += [1e30, "x", "", "default", "yarn", None, [], {}, [1], ["x"], {"x": 1}, [[]], [None, 2.5], {"x": [1]}]
 QUANTIZATION = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
 MORE_FIELDS = {  # that a file may have, and these have not
     "index_topk_freq": 1,
@@ -47,11 +45,6 @@ OTHERS = (
     "is missing",
     "is one too many",
     "leave room for a new one",
-)
-values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
-    max_leaves=4,
 )
 
 
@@ -99,15 +92,6 @@ def test_a_field_is_taken_or_named(family: str, tmp_path: Path) -> None:
             check_change(family, path, value, tmp_path / "config.json")
 
 
-@pytest.mark.parametrize("family", MODEL_TYPES)
-@given(data=st.data())
-def test_a_field_of_any_type_is_taken_or_named(
-    family: str, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
-    path = data.draw(st.sampled_from(list(paths_of(CONFIGS[family]))))
-    check_change(family, path, data.draw(values), tmp_path_factory.getbasetemp() / f"{family}.json")
-
-
 def check_change(family: str, path: tuple[str, ...], value: Any, file: Path) -> None:
     """Check that a config with one value changed loads, or that the error has the field's name."""
     file.write_text(json.dumps(changed(CONFIGS[family], path, value)))
@@ -115,27 +99,6 @@ def check_change(family: str, path: tuple[str, ...], value: Any, file: Path) -> 
         attention_of(load_config(file))
     except ValueError as error:
         assert is_named(path[-1], str(error)), (path, value, error)  # noqa: PT017
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        (("qk_rope_head_dim",), 5, r"qk_rope_head_dim is 5; it must be an even number in \[2, "),
-        (("rope_parameters", "mscale_all_dim"), 1e200, r"rope_parameters.mscale_all_dim is 1e\+200"),
-        (("rope_parameters", "rope_type"), "longrope", "'rope_type'='longrope': .*_factor"),
-        (("hidden_act",), "gelu", "hidden_act is 'gelu'; it must be one of silu, swish"),
-    ],
-)
-def test_fields_that_mean_something_else_here(
-    path: tuple[str, ...], value: float | str, message: str, tmp_path: Path
-) -> None:
-    """Refuse what fails in transformers or in floats (GLM's `qk_rope_head_dim` is `head_dim` to transformers), and
-    what transformers can do and this package cannot.
-    """
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(changed(CONFIGS["glm4_moe_lite"], path, value)))
-    with pytest.raises(ValueError, match=message):
-        load_config(file)
 
 
 def is_named(field: str, message: str) -> bool:

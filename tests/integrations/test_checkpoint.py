@@ -1,4 +1,4 @@
-"""Reading slices of checkpoints: safetensors shards, block-quantized fp8, and faults of a file."""
+"""Reading checkpoints: safetensors shards, scales of caches, and faults of a file."""
 
 import json
 from functools import partial
@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from dcpmla.attention.mla.fp8_scales import KV_SCALE_NAMES, read_scale
@@ -19,100 +18,23 @@ from dcpmla.integrations.families.table import FAMILIES
 from dcpmla.integrations.model_files import find_model, load_config
 from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.mesh import init_mesh
-from tests.integrations.test_transformers import check, make_cases
-from tests.support.models import random_model, save_tiny, tiny_config
-from tests.support.quantized_models import dequantize, quantize, write_dequantized, write_quantized
+from tests.support.models import save_tiny
 from tests.support.ranks import run_ranks
-from tests.support.sarvam_files import save_sarvam
-
-BLOCK = 32  # smaller than DeepSeek's 128: a tiny matrix has several blocks, and cuts over heads run through them
 
 
-def save_fp8(directory: Path) -> Any:
-    """Save a DeepSeek-V3 checkpoint as it ships, attention and MLPs in fp8 blocks; return the float32 model of the
-    dequantized weights.
-    """
-    config = tiny_config("deepseek_v3")
-    # transformers, which reads the MLPs, knows whole blocks only; attention keeps sizes with ragged ones.
-    config.hidden_size, config.intermediate_size, config.moe_intermediate_size = 2 * BLOCK, 4 * BLOCK, 2 * BLOCK
-    random_model(config).save_pretrained(directory / "wide")
-    write_quantized(directory / "wide", directory, "block_32")
-    write_dequantized(directory / "wide", directory / "twin", "block_32")
-    return transformers.AutoModelForCausalLM.from_pretrained(directory / "twin", dtype=torch.float32).eval()
-
-
-def test_slices_of_fp8_blocks(tmp_path: Path) -> None:
-    weight, block = torch.randn(40, 56), (BLOCK, BLOCK)
-    codes, scales = quantize(weight, block)
-    save_file({"a.w": codes, "a.w_scale_inv": scales, "a.plain": weight}, tmp_path / "model.safetensors")
-    weights = Checkpoint(tmp_path, block).weights("a.")
-    assert set(weights) == {"w", "plain"}
-    assert tuple(weights["w"].shape) == (40, 56)
-    for index in [(slice(5, 23), slice(None)), (slice(None), slice(30, 56)), (slice(16, 32), slice(1, 2))]:
-        assert torch.equal(weights["w"][index], dequantize(codes, scales, block)[index])
-        assert torch.equal(weights["plain"][index], weight[index])
-    assert torch.equal(weights["w"][slice(3, 9)], dequantize(codes, scales, block)[3:9])
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu_2)])
-def test_fp8_checkpoint_generates_as_its_dequantized_model(device: str, tmp_path: Path) -> None:
-    reference = save_fp8(tmp_path)
-    check(reference, tmp_path, 2, make_cases(2, [2], (1,), ("a2a",)), device)
-
-
-def test_sharded_files(tmp_path: Path) -> None:
-    reference = random_model(tiny_config("deepseek_v3"))
-    reference.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    check(reference, tmp_path, 2, make_cases(2, [2], (1,), ("a2a",)))
-
-
-def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
-    reference = save_tiny("deepseek_v3", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(
-        json.dumps({**config, "model_type": "kimi_k2", "auto_map": {"AutoConfig": "absent.KimiK2Config"}})
-    )
-    assert load_config(tmp_path).model_type == "deepseek_v3"
-    check(reference, tmp_path, 2, make_cases(2, [2], (1,), ("a2a",)))
-
-
-@pytest.mark.skipif(not hasattr(transformers, "SarvamMLAConfig"), reason="needs transformers 5.23")
-def test_sarvam_is_read_as_deepseek_v3(tmp_path: Path) -> None:
-    """Its published config, which transformers translates, has no groups and no low-rank queries."""
-    save_sarvam(tmp_path)
-    loaded = load_config(tmp_path)
-    assert (loaded.model_type, loaded.n_routed_experts, loaded.n_group) == ("deepseek_v3", 8, 1)
-    assert loaded.rope_parameters["rope_type"] == "yarn"
-
-
-def test_axk1_as_published(tmp_path: Path) -> None:
-    """Without what corrects the choice of experts; with a norm of each layer's MLP, which dense layers do not use."""
-    reference = random_model(tiny_config("axk1"))
-    gate = reference.get_submodule("model.layers.1.mlp.gate")
-    gate.e_score_correction_bias.zero_()
-    reference.save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    del tensors["model.layers.1.mlp.gate.e_score_correction_bias"]
-    assert "model.layers.1.post_mlp_layernorm.weight" in tensors
-    tensors["model.layers.0.post_mlp_layernorm.weight"] = torch.full((48,), torch.nan)
-    save_file(tensors, file, metadata={"format": "pt"})
-    check(reference, tmp_path, 2, make_cases(2, [2], (1,), ("a2a",)))
-
-
-def test_shards_without_an_index(tmp_path: Path) -> None:
+def test_shards_with_and_without_an_index(tmp_path: Path) -> None:
     reference = save_tiny("deepseek_v3", tmp_path)
     reference.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
     shards = sorted((tmp_path / "shards").glob("*.safetensors"))
-    (tmp_path / "shards" / "model.safetensors.index.json").unlink()
-    (tmp_path / "shards" / "._hidden.safetensors").write_bytes(b"not a checkpoint")
     assert len(shards) > 2
-    names = Checkpoint(tmp_path).names
-    checkpoint = Checkpoint(tmp_path / "shards")
-    assert checkpoint.names == names
-    whole = Checkpoint(tmp_path).weights("")
-    assert all(torch.equal(weight[:], whole[name][:]) for name, weight in checkpoint.weights("").items())
+    (tmp_path / "shards" / "._hidden.safetensors").write_bytes(b"not a checkpoint")
+    names, whole = Checkpoint(tmp_path).names, Checkpoint(tmp_path).weights("")
+    for has_index in (True, False):
+        if not has_index:
+            (tmp_path / "shards" / "model.safetensors.index.json").unlink()
+        checkpoint = Checkpoint(tmp_path / "shards")
+        assert checkpoint.names == names
+        assert all(torch.equal(weight[:], whole[name][:]) for name, weight in checkpoint.weights("").items())
     shards[0].rename(tmp_path / "moved.safetensors")
     assert Checkpoint(tmp_path / "shards").names < names
     (tmp_path / "shards" / "copy.safetensors").write_bytes(shards[1].read_bytes())
@@ -155,20 +77,6 @@ def test_unquantized_weights_with_a_calibrated_cache(quantization: dict[str, Any
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
     assert load_config(tmp_path).to_dict() == plain
-
-
-def test_generates_with_a_calibrated_cache(tmp_path: Path) -> None:
-    reference = save_tiny("deepseek_v3", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": CALIBRATED[0]}))
-    scales = {
-        f"model.layers.{layer}.self_attn.{name}_proj.output_scale": torch.ones(1)
-        for layer in range(config["num_hidden_layers"])
-        for name in "qkv"
-    }
-    tensors = load_file(tmp_path / "model.safetensors") | scales
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    check(reference, tmp_path, 2, make_cases(2, [2], (1,), ("a2a",)))
 
 
 @pytest.mark.parametrize("name", ["k_scale", "attn.k_scale", "k_proj.k_scale", "kv_scale", "k_proj.output_scale"])

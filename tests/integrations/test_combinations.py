@@ -33,13 +33,11 @@ from dcpmla.runtime.sampling import SamplingParams
 from tests.support import recording
 from tests.support.combinations import PROPERTY, REFUSED, WITH_MODULE, Row, by_ranks, covering_array
 from tests.support.conversation_sizes import MORE_OF_TURNS, NEW_OF_TURNS, NUM_DRAFTS, conversation_sizes
-from tests.support.deepseek_v41_files import save_v41
 from tests.support.layouts import dcp_config
 from tests.support.models import VOCAB_SIZE, save_tiny
 from tests.support.oracle import Oracle
 from tests.support.plain_mtp import plain_module
 from tests.support.ranks import run_ranks
-from tests.support.sarvam_files import save_sarvam
 from tests.support.small_tokenizers import ascii_tokenizer
 from tests.support.whole_models import device_of, load_engine_on_rank
 
@@ -79,7 +77,7 @@ class Served(NamedTuple):
 def save(family: str, directory: Path) -> Any:
     """Save a tiny checkpoint with a tokenizer, and with an MTP module if the family has one; return its oracle."""
     if family == "deepseek_v41":
-        return save_v41(directory, engram_layer_ids=[1, 4])
+        return save_tiny(family, directory, engram_layer_ids=[1, 4])
     if family in WITH_MODULE:
         module = plain_module(family)
         for model in (module.base, module.with_layer):  # Drafts are tokens of the alphabet, and often the model's.
@@ -88,7 +86,7 @@ def save(family: str, directory: Path) -> Any:
         module.save(directory)
         reference = module.base
     else:
-        reference = save_sarvam(directory) if family == "sarvam_mla" else save_tiny(family, directory)
+        reference = save_tiny(family, directory)
     ascii_tokenizer(VOCAB_SIZE).save_pretrained(directory)
     return reference
 

@@ -10,9 +10,7 @@ import torch._dynamo
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.runtime.sampling import SamplingParams
-from tests.integrations import test_mistral_large4
-from tests.support.deepseek_v41_files import save_v41
-from tests.support.models import FAMILIES, save_tiny
+from tests.support.models import FAMILIES, LARGE4_SHARING, save_tiny
 from tests.support.oracle import Oracle
 from tests.support.ranks import run_ranks
 from tests.support.whole_models import load_engine_on_rank
@@ -56,16 +54,6 @@ def kind_of(layer: Any) -> Any:
     return type(layer), getattr(layer, "kind", None), getattr(layer, "indexer", None) is None
 
 
-def save(family: str, directory: Path) -> Any:
-    """Save a tiny checkpoint with layers of all classes of a family, and return transformers' model."""
-    match family:
-        case "deepseek_v41":
-            return save_v41(directory)
-        case "mistral_large4_text":
-            return test_mistral_large4.save(directory, **test_mistral_large4.SHARING)
-    return save_tiny(family, directory)
-
-
 def test_all_classes_are_compiled() -> None:
     """Families' table has imported all kinds of attention."""
     found, classes = list[type](), [torch.nn.Module]
@@ -78,7 +66,7 @@ def test_all_classes_are_compiled() -> None:
 
 @pytest.mark.parametrize("family", [family for family in CLASSES if family in (*FAMILIES, "deepseek_v41")])
 def test_layers_are_one_graph(family: str, tmp_path: Path) -> None:
-    reference = save(family, tmp_path)
+    reference = save_tiny(family, tmp_path, **(LARGE4_SHARING if family == "mistral_large4_text" else {}))
     dcp = DCPConfig(block_size=64, deterministic=family == "deepseek_v3")
     ((classes, num_graphs, tokens, logits),) = run_ranks(1, serve, tmp_path, dcp, timeout=500)
     assert classes == CLASSES[family]

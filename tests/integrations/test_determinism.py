@@ -20,15 +20,13 @@ from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.graph_sizes import GraphSize
 from dcpmla.runtime.sampling import SamplingParams
-from tests.support.models import VOCAB_SIZE, random_model, tiny_config
+from tests.support.combinations import REFUSED
+from tests.support.models import MLA_FAMILIES, VOCAB_SIZE, save_tiny
 from tests.support.ranks import run_ranks
 from tests.support.whole_models import load_engine_on_rank
 
 MAX_LEN = 768
-FAMILIES = (
-    *("deepseek_v2", "deepseek_v2_no_q_lora", "deepseek_v3", "deepseek_v3_neox", "glm4_moe_lite", "longcat_flash"),
-    *("mistral4", "youtu", "axk1", "minicpm3"),
-)
+FAMILIES = [family for family in MLA_FAMILIES if (family, "deterministic") not in REFUSED]
 AMONG = Way("among 5 others", num_others=5)
 FEW = (
     Way("in chunks of 9 tokens", max_num_batched_tokens=9, num_others=2),
@@ -40,9 +38,7 @@ Outcome = dict[str, tuple[int, int]]  # ways -> equal rows of logits, and all
 
 def save(family: str, directory: Path) -> None:
     """Save a random model, which amplifies every rounding."""
-    config = tiny_config(family)
-    config.max_position_embeddings = MAX_LEN
-    random_model(config).save_pretrained(directory)
+    save_tiny(family, directory, max_position_embeddings=MAX_LEN)
 
 
 def load(directory: Path, tp: int, dcp_size: int, backend: str, options: Mapping[str, Any]) -> Engine:

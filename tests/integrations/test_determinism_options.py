@@ -19,11 +19,13 @@ from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.runtime.sampling import SamplingParams
 from tests.integrations.test_determinism import FEW, MAX_LEN, Outcome, check, compare, load, save
-from tests.support.models import VOCAB_SIZE, random_model, tiny_config
+from tests.support.models import VOCAB_SIZE, save_tiny, tiny_config
 from tests.support.plain_mtp import PlainMtp
 from tests.support.quantized_models import SCHEMES, save_wide, write_quantized
 from tests.support.ranks import run_ranks
 from tests.support.two_jobs import Prompt, run_jobs
+
+SHORT = {"max_num_batched_tokens": 50}
 
 
 def change(directory: Path, **fields: Any) -> None:
@@ -71,12 +73,16 @@ def compare_engines(directory: Path, tp: int, setups: Sequence[Setup]) -> tuple[
 
 @pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("longcat_flash", marks=pytest.mark.thorough)])
 def test_drafts_of_the_engine(family: str, tmp_path: Path) -> None:
-    """MTP modules and n-grams draft, and tokens and logits are those without drafts."""
+    """MTP modules and n-grams draft, over other blocks and with queries of all heads, too: tokens and logits are those
+    without drafts.
+    """
     module = PlainMtp(family, max_position_embeddings=MAX_LEN).agree(0.2)
     directory = module.save(tmp_path / "model")
     setups = [
         Setup(1, "auto", {"speculative_method": "ngram"}),
         Setup(2, "a2a", {"speculative_method": "mtp", "num_speculative_tokens": 2}),
+        Setup(1, "auto", {"block_size": 16}),
+        Setup(2, "a2a", {"dcp_q_replicate": True, "block_size": 128, "check_exchange": True} | SHORT),
     ]
     outcomes = run_ranks(2, compare_engines, directory, 2, setups)
     check([outcome for outcome, _ in outcomes])
@@ -97,20 +103,9 @@ def test_weights_in_fp8(scheme: str, tmp_path: Path) -> None:
     check(run_ranks(2, compare, tmp_path / "model", 2, [(1, "auto"), (2, "a2a")], (1, 70), FEW))
 
 
-def test_layouts_of_blocks_and_queries(tmp_path: Path) -> None:
-    save("deepseek_v2", tmp_path)
-    options = {"dcp_q_replicate": True, "block_size": 128, "check_exchange": True, "max_num_batched_tokens": 50}
-    setups = [Setup(1, "auto", {"block_size": 16}), Setup(2, "a2a", options)]
-    outcomes = run_ranks(2, compare_engines, tmp_path, 2, setups)
-    check([outcome for outcome, _ in outcomes])
-
-
 def test_cache_in_fp8_ds_mla(tmp_path: Path) -> None:
-    config = tiny_config("deepseek_v3")
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "max_position_embeddings": MAX_LEN}
-    for name, size in {**sizes, "qk_head_dim": config.qk_nope_head_dim + 64}.items():
-        setattr(config, name, size)
-    random_model(config).save_pretrained(tmp_path)
+    save_tiny("deepseek_v3", tmp_path, **sizes, qk_head_dim=8 + 64)
     options = {"kv_cache_dtype": "fp8_ds_mla", "dtype": "bfloat16"}
     check(run_ranks(2, compare, tmp_path, 2, [(1, "auto"), (2, "a2a")], (65,), FEW[:1], options))
 

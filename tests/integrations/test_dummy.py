@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from dcpmla import LLM
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.dummy import dummy_weights
 from dcpmla.integrations.engine_options import EngineOptions
@@ -17,7 +18,8 @@ from dcpmla.model.moe import MoE
 from dcpmla.parallel.linear import Linear, read_linear
 from dcpmla.parallel.quantized import BlockFp8, dequantize
 from dcpmla.runtime.sampling import SamplingParams
-from tests.support.models import SPARSE_FAMILIES
+from tests.integrations.test_transformers import prompts
+from tests.support.models import FAMILIES, LARGE4_SHARING, SPARSE_FAMILIES, save_tiny
 from tests.support.quantized_models import SCHEMES, save_wide
 from tests.support.ranks import run_ranks
 from tests.support.whole_models import load_engine_on_rank
@@ -66,6 +68,20 @@ def test_a_config_alone_generates(family: str, fields: dict[str, Any], experts: 
     assert first[0] == second[0]
     has_fp8 = fields.get("quantization_config") in (SCHEMES["block"].config, SCHEMES["e8m0_32"].config)
     assert first[1:] == second[1:] == ({experts}, has_fp8)
+
+
+@pytest.mark.usefixtures("one_process_on_cpu")
+@pytest.mark.parametrize(("family", "fields"), [("deepseek_v41", {}), ("mistral_large4_text", LARGE4_SHARING)])
+def test_layers_of_shared_rows(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    """With the default interleave."""
+    if family not in (*FAMILIES, "deepseek_v41"):
+        pytest.skip("an older transformers")
+    save_tiny(family, tmp_path, **fields)
+    (tmp_path / "model.safetensors").unlink()
+    options = {"device": "cpu", "dtype": "float32", "max_model_len": 100, "max_num_seqs": 2, "load_format": "dummy"}
+    with LLM(tmp_path, **options) as llm:
+        answers = llm.generate(prompts(), SamplingParams(max_new_tokens=3, ignore_eos=True))
+    assert [len(answer.token_ids) for answer in answers] == [3] * len(prompts())
 
 
 def test_slices_are_cut_as_they_are_stored() -> None:

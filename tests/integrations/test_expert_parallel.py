@@ -1,13 +1,11 @@
 """Experts spread whole over the ranks: the tokens of transformers' unsharded models, and what each rank holds."""
 
 import dataclasses
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dcpmla.config import DCPConfig
@@ -16,7 +14,7 @@ from dcpmla.model.moe import MoE
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.parallel.quantized import dequantize
 from tests.support.engines import new_engine
-from tests.support.models import FAMILIES, random_model, save_tiny, tiny_config
+from tests.support.models import FAMILIES, drop_zero_experts, save_tiny
 from tests.support.oracle import Oracle
 from tests.support.ranks import message_of, run_ranks
 from tests.support.whole_models import Answers, answers_of, draw_prompts, load_on_rank, poisoned_cache, serve
@@ -33,11 +31,10 @@ def prompts() -> list[list[int]]:
 
 
 def save(family: str, directory: Path, **changes: int) -> Any:
-    config = tiny_config(family)
-    for name, value in {"n_routed_experts": NUM_EXPERTS, **changes}.items():
-        setattr(config, name, value)
-    model = random_model(config)
-    model.save_pretrained(directory)
+    """Save a model of NUM_EXPERTS experts; as published, it has no weights of LongCat's zero experts."""
+    model = save_tiny(family, directory, **{"n_routed_experts": NUM_EXPERTS, **changes})
+    if family == "longcat_flash":
+        drop_zero_experts(directory, NUM_EXPERTS)
     return model
 
 
@@ -100,21 +97,28 @@ def check_held(parts: list[Held], reference: Any, num_experts: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "tp"),
+    ("family", "tp", "num_experts"),
     [
-        *((family, 2) for family in ARCHITECTURES),
-        ("longcat_flash", 4),
-        *(pytest.param(family, 4, marks=pytest.mark.thorough) for family in ARCHITECTURES if family != "longcat_flash"),
-        pytest.param("longcat_flash", 8, marks=pytest.mark.thorough),
+        *((family, 2, NUM_EXPERTS) for family in ARCHITECTURES),
+        ("longcat_flash", 1, NUM_EXPERTS),
+        ("longcat_flash", 4, NUM_EXPERTS),
+        ("deepseek_v3", 4, 4),
+        *(
+            pytest.param(family, 4, NUM_EXPERTS, marks=pytest.mark.thorough)
+            for family in ARCHITECTURES
+            if family != "longcat_flash"
+        ),
+        pytest.param("longcat_flash", 8, NUM_EXPERTS, marks=pytest.mark.thorough),
     ],
 )
-def test_logits_tokens_and_whole_experts(family: str, tp: int, tmp_path: Path) -> None:
-    reference, layouts = save(family, tmp_path), [layout(tp, 1), layout(tp, tp)]
+def test_logits_tokens_and_whole_experts(family: str, tp: int, num_experts: int, tmp_path: Path) -> None:
+    reference = save(family, tmp_path, n_routed_experts=num_experts)
+    layouts = [layout(tp, dcp) for dcp in sorted({1, tp})]
     results, oracle = run_ranks(tp, run, tmp_path, layouts), Oracle(reference)
     for rank, (generated, _) in enumerate(results):
         for dcp, of_layout in zip(layouts, generated, strict=True):
             check_generated(of_layout, oracle, f"rank {rank}, dcp {dcp.decode_context_parallel_size}")
-    check_held([parts for _, parts in results], reference, NUM_EXPERTS)
+    check_held([parts for _, parts in results], reference, num_experts)
 
 
 def run_all(directories: list[Path], dcp: DCPConfig) -> list[Answers]:
@@ -141,14 +145,6 @@ def test_on_gpus(family: str, tmp_path: Path) -> None:
     check_held([parts for _, parts in results], reference, NUM_EXPERTS)
 
 
-def test_one_expert_a_rank(tmp_path: Path) -> None:
-    reference = save("deepseek_v3", tmp_path, n_routed_experts=4)
-    (*results,) = run_ranks(4, run, tmp_path, [layout(4, 2)])
-    for generated, _ in results:
-        check_generated(generated[0], Oracle(reference), "one expert a rank")
-    check_held([parts for _, parts in results], reference, 4)
-
-
 def test_experts_that_tp_cannot_cut(tmp_path: Path) -> None:
     """TP must cut every expert and refuses; whole experts need no such thing."""
     reference = save("glm4_moe_lite", tmp_path, moe_intermediate_size=44, n_routed_experts=6)
@@ -157,25 +153,6 @@ def test_experts_that_tp_cannot_cut(tmp_path: Path) -> None:
     for message in run_ranks(3, message_of, load, tmp_path, layout(3, 1), False):
         wanted = "tensor_parallel_size (-tp) is 3; it must divide the experts' intermediate size 44: choose 1, 2, 4, 11"
         assert message.startswith(wanted)
-
-
-@pytest.mark.parametrize("enable_expert_parallel", [False, True])
-def test_longcat_as_published(enable_expert_parallel: bool, tmp_path: Path) -> None:
-    """Zero experts are the identity: published checkpoints have no such weights, those that transformers writes do."""
-    reference = save("longcat_flash", tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    published = {name: tensor for name, tensor in tensors.items() if not re.search(r"\.experts\.(8|9)\.", name)}
-    assert len(published) < len(tensors)
-    save_file(published, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    for generated, _ in run_ranks(2, run, tmp_path, [layout(2, 2)], enable_expert_parallel):
-        check_generated(generated[0], Oracle(reference), "without weights of zero experts")
-
-
-def test_one_rank_holds_all_experts(tmp_path: Path) -> None:
-    reference = save("longcat_flash", tmp_path)
-    ((generated, parts),) = run_ranks(1, run, tmp_path, [layout(1, 1)])
-    check_generated(generated[0], Oracle(reference), "one rank")
-    assert len(parts[0][1]) == NUM_EXPERTS
 
 
 @pytest.mark.parametrize(

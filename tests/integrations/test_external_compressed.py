@@ -1,13 +1,13 @@
 """DeepSeek-V4's layer over an engine's own projections does what the layer does that loads the same weights."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Attention
 
 from dcpmla import DCPConfig, Placement
 from dcpmla.attention.layers.compressed.config import LayerKind
@@ -18,19 +18,19 @@ from dcpmla.integrations.external.compressed import (
     CompressorModules,
     ExternalCompressedAttention,
 )
-from dcpmla.integrations.external.indexer import rotated_first
-from tests.attention.test_compressed_layer import MIXED, Layers, expected, hidden_states, layout, tiny
+from tests.attention.test_compressed_layer import MIXED, Layers, hidden_states, layout, tiny
 from tests.attention.test_small_kernels import cut
 from tests.integrations.test_external_latent import addresses
 from tests.support.compressor_steps import config_of
 from tests.support.ranks import run_ranks
 
 
-def modules_of(layer: CompressedAttention) -> CompressedModules:
+def modules_of(layer: CompressedAttention, pairs_dtype: torch.dtype = torch.float32) -> CompressedModules:
     """Return a layer's projections as an engine would hand them over: parts in memory of their own."""
 
     def down_proj(x: Tensor) -> tuple[Tensor, ...]:
-        return tuple(cut(part) for part in layer.down_proj(x).split(layer.down_widths, -1))
+        row, *pairs = layer.down_proj(x).split(layer.down_widths, -1)
+        return cut(row), *(cut(part.to(pairs_dtype)) for part in pairs)
 
     pooled = {
         name: CompressorModules(bias=weights.bias, norm=weights.norm)
@@ -65,19 +65,24 @@ def run(layers: Layers) -> list[list[Tensor]]:
 
 
 def compare(layouts: list[DCPConfig], dtype: torch.dtype) -> None:
-    """On each rank: compare all bits of the layers' outputs and caches."""
+    """On each rank: compare all bits of the layers' outputs and caches; with pairs of a wider dtype, outputs alone."""
     lengths = [sum(tokens) for tokens in zip(*MIXED, strict=True)]
-    for dcp in layouts:
+    for dcp, pairs_dtype in itertools.product(layouts, dict.fromkeys((dtype, torch.float32))):
         loaded, over_modules = (Layers(tiny(), dcp, lengths, dtype=dtype) for _ in range(2))
         exchange = over_modules.layers[1].exchange
-        over_modules.layers = [external(layer, modules_of(layer), exchange) for layer in loaded.layers]
+        over_modules.layers = [external(layer, modules_of(layer, pairs_dtype), exchange) for layer in loaded.layers]
         for layer, loaded_layer in zip(over_modules.layers, loaded.layers, strict=True):
             assert addresses(layer) <= addresses(loaded_layer), "weights are copied"
         with torch.no_grad():
             for outputs, loaded_outputs in zip(run(over_modules), run(loaded), strict=True):
                 for rows, wanted_rows in zip(outputs, loaded_outputs, strict=True):
                     assert rows.any()
-                    assert torch.equal(rows, wanted_rows)
+                    errors = (rows - wanted_rows).norm(dim=-1) / wanted_rows.norm(dim=-1)
+                    # In bfloat16 a few tokens select others.
+                    assert errors.float().quantile(0.8) < 0.03
+                    assert torch.equal(rows, wanted_rows) or pairs_dtype != dtype
+        if pairs_dtype != dtype:
+            continue
         for memory, wanted_memory in zip(over_modules.cache.tensors, loaded.cache.tensors, strict=True):
             assert torch.equal(memory.view(torch.uint8), wanted_memory.view(torch.uint8))
 
@@ -93,73 +98,6 @@ def compare(layouts: list[DCPConfig], dtype: torch.dtype) -> None:
 )
 def test_an_engine_s_projections(layouts: list[DCPConfig], dtype: torch.dtype) -> None:
     run_ranks(layouts[0].tensor_parallel_size, compare, layouts, dtype)
-
-
-def engine_of(module: DeepseekV4Attention, layer: CompressedAttention, pairs_dtype: torch.dtype) -> CompressedModules:
-    """Return projections by transformers' own weights of one rank, whose rotated columns come last."""
-    kind, dtype = layer.kind, layer.dtype
-    width, rope = layer.config.indexer.head_dim, layer.config.rope_dim
-    weights = {name: weight.to(dtype) for name, weight in module.state_dict().items()}
-    pooled: dict[str, Any] = {}
-    parts = [("q_a_proj", "kv_proj")]
-    if kind.ratio:
-        parts.append(("compressor.kv_proj", "compressor.gate_proj"))
-        pooled["compressor"] = CompressorModules(
-            bias=module.compressor.position_bias.data, norm=module.compressor.kv_norm.weight.data
-        )
-    if kind.has_indexer:
-        indexer = module.compressor.indexer
-        prefix = "compressor.indexer."
-        parts += [(f"{prefix}kv_proj", f"{prefix}gate_proj"), (f"{prefix}scorer.weights_proj",)]
-        norm, bias = (rotated_first(x.data, width, rope) for x in (indexer.kv_norm.weight, indexer.position_bias))
-        pooled["index_compressor"] = CompressorModules(bias=bias, norm=norm)
-        w = weights[f"{prefix}q_b_proj.weight"]
-        pooled["index_q_proj"] = lambda x: rotated_first(F.linear(x, w), width, rope)
-
-    def down_proj(x: Tensor) -> tuple[Tensor, ...]:
-        row, *pairs = (torch.cat([weights[f"{name}.weight"] for name in names]) for names in parts)
-        wide = [F.linear(x.to(pairs_dtype), w.to(pairs_dtype)) for w in pairs]
-        if kind.has_indexer:
-            wide[1] = rotated_first(wide[1], width, rope)
-        return F.linear(x, row), *wide
-
-    def o_a_proj(x: Tensor) -> Tensor:
-        w = weights["o_a_proj.weight"].unflatten(0, (layer.num_groups, -1))
-        return torch.einsum("tgi,goi->tgo", x.unflatten(1, (layer.num_groups, -1)), w).flatten(1)
-
-    return CompressedModules(
-        down_proj=down_proj,
-        q_proj=lambda x: F.linear(x, weights["q_b_proj.weight"]),
-        q_norm=module.q_a_norm.weight.data,
-        kv_norm=module.kv_norm.weight.data,
-        sinks=module.sinks.data,
-        **pooled,
-        o_a_proj=o_a_proj,
-        o_b_proj=lambda x: F.linear(x, weights["o_b_proj.weight"]),
-    )
-
-
-def check_transformers(dtype: torch.dtype, tolerance: float, quantile: float) -> None:
-    lengths = [sum(tokens) for tokens in zip(*MIXED, strict=True)]
-    layers = Layers(tiny(), layout(1, 1, 1), lengths, dtype=dtype)
-    exchange = layers.layers[1].exchange
-    layers.layers = [
-        external(layer, engine_of(module, layer, torch.float32), exchange)
-        for layer, module in zip(layers.layers, layers.modules, strict=True)
-    ]
-    with torch.no_grad():
-        for module, outputs in zip(layers.modules, run(layers), strict=True):
-            for number, out in enumerate(outputs):
-                reference = expected(layers.hf_config, module, hidden_states(number, len(out)))
-                error = (out - reference).norm(dim=-1) / reference.norm(dim=-1)
-                assert out.dtype == dtype
-                assert error.quantile(quantile) < tolerance
-
-
-@pytest.mark.parametrize(("dtype", "tolerance", "quantile"), [(torch.float32, 1e-4, 1.0), (torch.bfloat16, 0.03, 0.8)])
-def test_an_engine_is_transformers(dtype: torch.dtype, tolerance: float, quantile: float) -> None:
-    """With pairs in float32, in both dtypes. In bfloat16 a few tokens select others."""
-    run_ranks(1, check_transformers, dtype, tolerance, quantile)
 
 
 def check_entry_keys() -> None:

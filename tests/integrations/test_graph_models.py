@@ -21,7 +21,7 @@ from tests.integrations.test_transformers import prompts
 from tests.support.costs import DrawnCosts
 from tests.support.engines import new_engine
 from tests.support.graph_checks import BATCHES, check_model, check_stack, open_model_on
-from tests.support.models import FAMILIES, SPARSE_FAMILIES, WINDOW_FAMILIES, save_tiny
+from tests.support.models import FAMILIES, LARGE4_SHARING, SPARSE_FAMILIES, WINDOW_FAMILIES, save_tiny
 from tests.support.ranks import run_ranks
 from tests.support.recording import capture
 from tests.support.whole_models import Answers, answers_of, poisoned_cache
@@ -121,7 +121,7 @@ def test_models_with_and_without_graph(
     tp: int, dcp_size: int, enable_expert_parallel: bool, families: list[str], tmp_path: Path
 ) -> None:
     for family in families:
-        save_tiny(family, tmp_path / family)
+        save_tiny(family, tmp_path / family, **(LARGE4_SHARING if family == "mistral_large4_text" else {}))
     layout = {"decode_context_parallel_size": dcp_size, "cp_kv_cache_interleave_size": 2, "block_size": 8}
     dcp = DCPConfig(tensor_parallel_size=tp, context_workspace_tokens=512, **layout)
     directories = [tmp_path / family for family in families]

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from dcpmla.runtime.sampling import SamplingParams
-from tests.support.deepseek_v41_files import save_v41
 from tests.support.layouts import dcp_config
 from tests.support.models import VOCAB_SIZE, save_tiny
 from tests.support.oracle import Oracle
@@ -25,6 +24,7 @@ CASES = [
     ("kimi_linear", (1, 1, 1, 16), (2, 2, 4, 16)),
     ("glm5_next_text", (2, 2, 1, 16), (1, 1, 1, 16)),
     ("dots3_note_text", (1, 1, 1, 16), (2, 2, 4, 16)),
+    ("deepseek_v41", (1, 1, 1, 64), (2, 2, 1, 64)),  # layers share rows, and every rank has the ids of all tokens
 ]
 
 
@@ -55,15 +55,20 @@ def check(reference: Any, prompts: list[Prompt], results: tuple[list[int], list[
             torch.testing.assert_close(found, best, rtol=0, atol=2e-4)
 
 
+def move(family: str, here: tuple[int, ...], there: tuple[int, ...], directory: Path, device: str = "cpu") -> None:
+    """Move prompts between jobs of two layouts, and check the answers."""
+    model, meeting = directory / "model", directory / "meeting"
+    model.mkdir(), meeting.mkdir()
+    reference, prompts = save_tiny(family, model), draw_prompts()
+    layouts = [dcp_config(*sizes[:3], block_size=sizes[3]) for sizes in (here, there)]
+    check(reference, prompts, run_jobs(model, *layouts, prompts, meeting, device))
+
+
 @pytest.mark.parametrize(("family", "here", "there"), CASES, ids=str)
 def test_prompts_move_between_layouts(
     family: str, here: tuple[int, ...], there: tuple[int, ...], tmp_path: Path
 ) -> None:
-    model, meeting = tmp_path / "model", tmp_path / "meeting"
-    model.mkdir(), meeting.mkdir()
-    reference, prompts = save_tiny(family, model), draw_prompts()
-    layouts = [dcp_config(*sizes[:3], block_size=sizes[3]) for sizes in (here, there)]
-    check(reference, prompts, run_jobs(model, *layouts, prompts, meeting))
+    move(family, here, there, tmp_path)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "deepseek_v4", "kimi_linear"])
@@ -71,22 +76,7 @@ def test_prompts_move_between_layouts(
 def test_prompts_move_between_gpus(tp: int, family: str, tmp_path: Path) -> None:
     """Two jobs share the first GPU. Decodes run in graphs."""
     pytest.importorskip("dcpmla.transfer.nixl", reason="nixl is not installed", exc_type=ImportError)
-    model, meeting = tmp_path / "model", tmp_path / "meeting"
-    model.mkdir(), meeting.mkdir()
-    reference, prompts = save_tiny(family, model), draw_prompts()
-    layouts = [dcp_config(tp, tp, 1, block_size=64), dcp_config(1, 1, 1, block_size=32)]
-    if family == "deepseek_v4":
-        layouts = [dcp_config(size, size, 1, block_size=64) for size in (tp, 1)]
-    check(reference, prompts, run_jobs(model, *layouts, prompts, meeting, "cuda"))
-
-
-def test_shared_rows_and_ids_of_tokens_move(tmp_path: Path) -> None:
-    """DeepSeek-V4.1: layers share rows, and every rank has the ids of all tokens."""
-    model, meeting = tmp_path / "model", tmp_path / "meeting"
-    model.mkdir(), meeting.mkdir()
-    reference, prompts = save_v41(model), draw_prompts()
-    layouts = [dcp_config(1, 1, 1, block_size=64), dcp_config(2, 2, 1, block_size=64)]
-    check(reference, prompts, run_jobs(model, *layouts, prompts, meeting))
+    move(family, (tp, tp, 1, 64), (1, 1, 1, 64 if family == "deepseek_v4" else 32), tmp_path, "cuda")
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v4"])

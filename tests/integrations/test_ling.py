@@ -15,15 +15,8 @@ pytestmark = pytest.mark.skipif("bailing_hybrid" not in STATE_FAMILIES, reason="
 ROUTED, SHARED = "expert_swiglu_limit_list", "share_expert_swiglu_limit_list"
 
 
-def bounded(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    """Return the activation of vLLM's and SGLang's models; a limit of 0 is none."""
-    if not limit:
-        return functional.silu(gate) * up
-    return functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
-
-
 class Experts(nn.Module):
-    """transformers' experts with a bound."""
+    """transformers' experts with the bound of vLLM's and SGLang's models; a limit of 0 is none."""
 
     def __init__(self, experts: Any, limit: float) -> None:
         super().__init__()
@@ -31,20 +24,18 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         gate, up = torch.einsum("th,eoh->teo", x, self.experts.gate_up_proj).chunk(2, -1)
-        rows = torch.einsum("tei,ehi->teh", bounded(gate, up, self.limit), self.experts.down_proj)
+        gate = functional.silu(gate)
+        if self.limit:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        rows = torch.einsum("tei,ehi->teh", gate * up, self.experts.down_proj)
         return (rows.gather(1, ids[..., None].expand(-1, -1, x.shape[1])) * weights[..., None]).sum(1)
 
 
-class Shared(nn.Module):
-    """transformers' shared experts with a bound."""
-
-    def __init__(self, mlp: Any, limit: float) -> None:
-        super().__init__()
-        self.mlp, self.limit = mlp, limit
-
-    def forward(self, x: Tensor) -> Tensor:
-        down: Tensor = self.mlp.down_proj(bounded(self.mlp.gate_proj(x), self.mlp.up_proj(x), self.limit))
-        return down
+def bound_shared(mlp: Any, limit: float) -> None:
+    """Give transformers' shared experts a bound."""
+    if limit:
+        mlp.act_fn.register_forward_hook(lambda _, __, gate: gate.clamp(max=limit))
+        mlp.up_proj.register_forward_hook(lambda _, __, up: up.clamp(-limit, limit))
 
 
 def test_bounds_of_each_layer(tmp_path: Path) -> None:
@@ -53,6 +44,6 @@ def test_bounds_of_each_layer(tmp_path: Path) -> None:
     routed, shared = [0.1, 0, 0.3, 0.2], [0.1, 0.4, 0, 0.2, 9.0]
     for layer, of_routed, of_shared in zip(reference.model.layers[1:], routed[1:], shared[1:], strict=False):
         layer.mlp.experts = Experts(layer.mlp.experts, of_routed)
-        layer.mlp.shared_experts = Shared(layer.mlp.shared_experts, of_shared)
+        bound_shared(layer.mlp.shared_experts, of_shared)
     rewrite_config(tmp_path, {ROUTED: routed, SHARED: shared, "pad_token_id": 0})
     check(reference, tmp_path, 2, make_cases(2, [2], (1,), ("a2a",)))

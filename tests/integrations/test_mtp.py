@@ -1,4 +1,4 @@
-"""Drafts of MTP modules against a module in plain torch, around transformers' own attention and experts."""
+"""MTP modules: drafts of a module in plain torch, around transformers' own attention and experts; bytes; configs."""
 
 import json
 from collections.abc import Sequence
@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from dcpmla.__main__ import main
 from dcpmla.config import DCPConfig
-from dcpmla.integrations.families.table import family_of
+from dcpmla.integrations.families.table import family_of, find_family
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.speculation import check_speculation, mtp_graphs
 from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.mtp import MtpDrafter
 from dcpmla.runtime.sampling import SamplingParams
+from tests.planning.test_plan_truth import check as check_bytes
 from tests.support.combinations import WITH_MODULE
 from tests.support.costs import DrawnCosts
 from tests.support.engines import new_engine
@@ -22,6 +24,7 @@ from tests.support.layouts import dcp_config
 from tests.support.models import FAMILIES, WINDOW_FAMILIES, tiny_config
 from tests.support.oracle import Oracle
 from tests.support.plain_mtp import PlainMtp, plain_module
+from tests.support.plan_cases import CONFIGS
 from tests.support.ranks import message_of, run_ranks
 from tests.support.whole_models import load_on_rank, poisoned_cache
 
@@ -130,14 +133,31 @@ def test_drafts_are_those_of_the_module(
             assert drafts == module.drafts(known, len(drafts)), (name, index % 2, len(known))
 
 
-def test_models_without_a_module_are_refused() -> None:
-    with pytest.raises(ValueError, match="config has no num_nextn_predict_layers: leave --speculative-method mtp out"):
-        family_of(tiny_config("mistral4")).check_mtp(tiny_config("mistral4"))
-    check_speculation(tiny_config("deepseek_v4"), DCPConfig(), "ngram")
+REFUSED = [
+    ("mistral4", None, "config has no num_nextn_predict_layers: leave --speculative-method mtp out"),
+    ("axk2", 1, "'mtp', which A.X-K2 does not have"),
+    ("kimi_linear", 1, "MTP modules of kimi_linear are not computed: leave --speculative-method mtp"),
+    ("mistral_large4_text", 1, r"module \(mtp_dspark\) is not computed: leave --speculative-method mtp out"),
+]
+MANY = "has num_nextn_predict_layers {!r}, and one module is computed: leave"
+REFUSED += [
+    (family, number, MANY.format(number)) for family in ("bailing_hybrid", "deepseek_v3") for number in (2, "x")
+]
+
+
+@pytest.mark.parametrize(("family", "num_modules", "message"), [row for row in REFUSED if row[0] in FAMILIES])
+def test_models_without_one_module_are_refused(family: str, num_modules: Any, message: str) -> None:
+    config = tiny_config(family)
+    config.num_nextn_predict_layers = num_modules
+    with pytest.raises(ValueError, match=message):
+        family_of(config).check_mtp(config)
+    check_speculation(config, DCPConfig(), "ngram")
+
+
+def test_scales_of_first_prompts_are_refused() -> None:
     scaled = DCPConfig(kv_cache_dtype="fp8", calculate_kv_scales=True)
     with pytest.raises(ValueError, match="leave --calculate-kv-scales out, or take ngram"):
         check_speculation(tiny_config("longcat_flash"), scaled, "mtp")
-    check_speculation(tiny_config("mistral4"), DCPConfig(), "ngram")
 
 
 @pytest.mark.parametrize(
@@ -166,9 +186,56 @@ def test_a_module_that_compresses_is_refused(
         family_of(load_config(file)).check_mtp(load_config(file))
 
 
-def test_a_checkpoint_without_a_module_is_refused(tmp_path: Path) -> None:
-    module = PlainMtp("deepseek_v3")
-    module.own = {}
+NO_EMBEDDING = ("dots3_note_text", ["model.mtp.embed_tokens.weight"], "model.layers.4.embed_tokens.weight")
+
+
+@pytest.mark.parametrize(
+    ("family", "left_out", "name"),
+    [("deepseek_v3", None, "model.layers.2.eh_proj.weight"), *([NO_EMBEDDING] if WINDOW_FAMILIES else [])],
+)
+def test_a_checkpoint_without_a_module_is_refused(
+    family: str, left_out: list[str] | None, name: str, tmp_path: Path
+) -> None:
+    """Without all of its tensors, or without dots3's embedding."""
+    module = PlainMtp(family)
+    for own in left_out or list(module.own):
+        del module.own[own]
     directory = module.save(tmp_path / "model")
     (message,) = run_ranks(1, message_of, serve_families, [directory], 1, 1)
-    assert "model.layers.2.eh_proj.weight of the MTP module is missing" in message
+    assert f"{name} of the MTP module is missing" in message
+
+
+def test_bytes_as_planned(tmp_path: Path) -> None:
+    check_bytes([module_of(name).save(tmp_path / name) for name in MODULES], 2, with_mtp=True)
+
+
+def test_plan_counts_the_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_config("bailing_hybrid")
+    config.save_pretrained(tmp_path)
+    plans = []
+    for method in ("ngram", "mtp"):
+        out = tmp_path / f"{method}.json"
+        main(["plan", "--model", str(tmp_path), "-tp", "2", "--speculative-method", method, "--json", str(out)])
+        plans.append(json.loads(out.read_text())["settings"][0])
+    weights, rows = ([plan[name] for plan in plans] for name in ("weight_bytes_per_rank", "kv_bytes_per_token"))
+    assert weights[0] < weights[1]
+    assert rows == [2 * 24 * 2, 3 * 24 * 2]
+    tiny_config("youtu").save_pretrained(tmp_path)
+    assert main(["plan", "--model", str(tmp_path), "--speculative-method", "mtp"]) == 2
+    assert "config has no num_nextn_predict_layers" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not WINDOW_FAMILIES, reason="needs a transformers with dots3")
+def test_fields_and_names_of_dots3(tmp_path: Path) -> None:
+    raw = json.loads((CONFIGS / "dots3_note.json").read_text())
+    file = tmp_path / "config.json"
+    for types, kind in ((None, "sliding_attention"), (["full_attention"], "indexed_attention")):
+        file.write_text(json.dumps(raw | {"mtp_layer_types": types}))
+        config = load_config(file)
+        family_of(config).check_mtp(config)
+        assert family_of(config).with_mtp_layer(config).layer_types[-1] == kind
+    file.write_text(json.dumps(raw | {"mtp_layer_types": ["linear_attention"]}))
+    with pytest.raises(ValueError, match=r"mtp_layer_types is \['linear_attention'\]; it must be"):
+        load_config(file)
+    published = "model.language_model.mtp.embed_tokens.weight"
+    assert find_family("dots3_note").module_name(published, 46) == "model.layers.46.embed_tokens.weight"

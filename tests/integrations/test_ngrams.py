@@ -1,4 +1,4 @@
-"""Memories of n-grams from a config and a tokenizer; test_deepseek_v41.py has whole models with them."""
+"""Memories of n-grams from a config and a tokenizer; test_variants.py has whole models with them."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +11,12 @@ from dcpmla.attention.placement import Placement
 from dcpmla.comm.reduce import CollectiveReduce
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
+from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.ngrams import NgramSizes, load_hash
 from dcpmla.integrations.parts import Parts
 from dcpmla.parallel.mesh import init_mesh
 from tests.support.plain_ngrams import FIELDS, PRIMES, compress, save_tokenizer
+from tests.support.plan_cases import CONFIGS
 from tests.support.ranks import run_ranks
 from tests.support.small_tokenizers import tokenizer_of
 
@@ -39,18 +41,9 @@ def test_sizes_of_a_config() -> None:
 
 def test_sizes_of_the_published_model() -> None:
     """The tables of DeepSeek-V4.1-Flash have exactly as many rows as their buckets; multipliers follow from numpy."""
-    config = config_of(
-        engram_layer_ids=[1, 14],
-        engram_num_embeddings=[384006168, 384016682],
-        engram_n_heads=8,
-        engram_head_dim=256,
-        engram_vocab_size=16_000_000,
-        engram_compressed_vocab_size=99092,
-        num_hidden_layers=43,
-        vocab_size=129280,
-    )
-    sizes = NgramSizes.of(config)
-    assert [sum(primes) for primes in sizes.primes()] == config.engram_num_embeddings
+    config = load_config(CONFIGS / "deepseek_v41_flash.json")
+    assert [sum(primes) for primes in NgramSizes.of(config).primes()] == [384006168, 384016682]
+    assert config.engram_num_embeddings == [384006168, 384016682]
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,7 @@ from dcpmla.integrations.families.routing import num_routed_experts
 from dcpmla.integrations.families.table import attention_of, family_of, find_family
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.skeleton import build_skeleton, published_shapes
-from tests.integrations.test_dots3 import SIZES as SWA_SIZES
-from tests.support.deepseek_v41_files import save_v41
 from tests.support.models import FAMILIES, save_tiny
-from tests.support.sarvam_files import save_sarvam
 
 VARIANTS = ("deepseek_v2_no_q_lora", "deepseek_v3_neox")
 ALL = (
@@ -78,9 +75,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "dots3_note_text": {
         **dict.fromkeys(("per_layer_config", "mlp_layer_types", "rope_parameters", "sliding_window"), None),
         "shared_experts_intermediate_size": None,
-        **{f"swa_{name}": value for name, value in SWA_SIZES.items()},
-        **{"swa_rope_theta": 100.0, "rope_theta": 1e4, "sliding_window_size": 12, "first_k_dense_replace": 1},
-        **{"moe_shared_expert_intermediate_size": 48, "moe_layer_freq": 1},
+        **{"swa_head_dim": 20, "swa_kv_lora_rank": 32, "swa_num_attention_heads": 24, "swa_num_key_value_heads": 24},
+        **{"swa_q_lora_rank": 20, "swa_qk_nope_head_dim": 12, "swa_v_head_dim": 6, "swa_rope_theta": 100.0},
+        **{"rope_theta": 1e4, "sliding_window_size": 12, "first_k_dense_replace": 1, "moe_layer_freq": 1},
+        "moe_shared_expert_intermediate_size": 48,
     },
     "deepseek_v4": {
         **dict.fromkeys(("rope_parameters", "partial_rotary_factor", "mlp_layer_types"), None),
@@ -99,21 +97,20 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 def save(family: str, directory: Path) -> dict[str, Any]:
     """Save a tiny checkpoint, and return the fields of its text model."""
-    if family == "deepseek_v41":
-        save_v41(directory, engram_layer_ids=[1, 4])
-    elif family == "sarvam_mla":
-        save_sarvam(directory)
-    else:
-        save_tiny(family, directory)
+    save_tiny(family, directory, **({"engram_layer_ids": [1, 4]} if family == "deepseek_v41" else {}))
     whole = json.loads((directory / "config.json").read_text())
-    published = PUBLISHED.get(family, {})
-    fields = {**whole.get("text_config", whole), **published, "dtype": "float32"}
-    fields = {name: value for name, value in fields.items() if value is not None or name not in published}
+    fields = as_published(family, whole.get("text_config", whole)) | {"dtype": "float32"}
     for name in ("rope_parameters", "rope_scaling"):
         rope = fields.get(name)
         if rope and "beta_fast" in rope and family != "mistral4":  # few columns: shorter contexts have no fast ones
             fields[name] = rope | {"original_max_position_embeddings": 4096}
     return fields
+
+
+def as_published(family: str, saved: dict[str, Any]) -> dict[str, Any]:
+    """Return saved fields with the changes of PUBLISHED."""
+    changed = PUBLISHED.get(family, {})
+    return {name: value for name, value in (saved | changed).items() if value is not None or name not in changed}
 
 
 def others(value: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,57 +73,47 @@ def test_what_is_read_is_what_the_twin_holds(scheme: str, v32: Path, tmp_path: P
     assert kinds == {KEPT.get(scheme, Tensor)}
 
 
-def test_cuts_at_blocks_keep_codes(v32: Path, tmp_path: Path) -> None:
-    """Rows and columns at multiples of 128, or to the end of 192 rows; and no others."""
-    weights, twin = make_pair(v32, tmp_path, "block")
-    name = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
-    stored = load_file(tmp_path / "quantized" / "model.safetensors")
-    for rows, cols in ((slice(0, 128), WHOLE), (slice(128, 192), slice(128, 256)), (WHOLE, slice(0, 128))):
-        part = read_linear(weights, name, (192, 256), rows, cols)
-        assert isinstance(part, BlockFp8)
-        assert torch.equal(part.codes.view(torch.uint8), stored[name][rows, cols].view(torch.uint8))
-        assert torch.equal(dequantize(part, torch.float32), twin[name][rows, cols])
-    for rows, cols in ((slice(64, 192), WHOLE), (slice(0, 127), WHOLE), (WHOLE, slice(0, 96)), (WHOLE, slice(32, 256))):
-        part = read_linear(weights, name, (192, 256), rows, cols)
-        assert isinstance(part, Tensor)
-        assert part.dtype == torch.float32
-        assert torch.equal(part, twin[name][rows, cols])
+KV_A = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
 
 
 @pytest.mark.parametrize(
-    ("scheme", "name", "shape", "cuts"),
+    ("scheme", "name", "shape", "kept", "cut"),
     [
-        # Columns at multiples of 32, any rows: each row has the scales of its block.
-        (
-            "e8m0_32",
-            "model.layers.0.self_attn.kv_a_proj_with_mqa.weight",
+        (  # rows and columns at multiples of 128, or to the end of 192 rows; and no others
+            "block",
+            KV_A,
             (192, 256),
-            [
-                (slice(5, 71), slice(32, 224), GroupFp8),
-                (WHOLE, slice(128, 256), GroupFp8),
-                (WHOLE, slice(16, 48), Tensor),
-            ],
+            [(slice(0, 128), WHOLE), (slice(128, 192), slice(128, 256)), (WHOLE, slice(0, 128))],
+            [(slice(64, 192), WHOLE), (slice(0, 127), WHOLE), (WHOLE, slice(0, 96)), (WHOLE, slice(32, 256))],
+        ),
+        (  # columns at multiples of 32, any rows: each row has the scales of its block
+            "e8m0_32",
+            KV_A,
+            (192, 256),
+            [(slice(5, 71), slice(32, 224)), (WHOLE, slice(128, 256))],
+            [(WHOLE, slice(16, 48))],
         ),
         (
             "int4_all",
             "model.layers.1.mlp.experts.1.up_proj.weight",
             (256, 256),
-            [
-                (slice(3, 7), cols, kind)
-                for kind, columns in ((GroupInt4, (WHOLE, slice(32, 96))), (Tensor, (slice(16, 64), slice(5, 9))))
-                for cols in columns
-            ],
+            [(slice(3, 7), WHOLE), (slice(3, 7), slice(32, 96))],
+            [(slice(3, 7), slice(16, 64)), (slice(3, 7), slice(5, 9))],
         ),
     ],
 )
-def test_cuts_at_groups_keep_codes(
-    scheme: str, name: str, shape: tuple[int, int], cuts: list[tuple[slice, slice, type]], v32: Path, tmp_path: Path
+def test_cuts_at_blocks_and_groups_keep_codes(
+    scheme: str, name: str, shape: tuple[int, int], kept: list[Any], cut: list[Any], v32: Path, tmp_path: Path
 ) -> None:
     weights, twin = make_pair(v32, tmp_path, scheme)
-    for rows, cols, kind in cuts:
+    for rows, cols in (*kept, *cut):
         part = read_linear(weights, name, shape, rows, cols)
-        assert isinstance(part, kind)
-        assert torch.equal(dequantize(part, torch.float32), twin[name][rows, cols])
+        assert isinstance(part, KEPT[scheme] if (rows, cols) in kept else Tensor)
+        values = part if isinstance(part, Tensor) else dequantize(part, torch.float32)
+        assert torch.equal(values, twin[name][rows, cols])
+        if isinstance(part, BlockFp8):
+            stored = load_file(tmp_path / "quantized" / "model.safetensors")[name]
+            assert torch.equal(part.codes.view(torch.uint8), stored[rows, cols].view(torch.uint8))
 
 
 def test_rows_with_scales_of_their_own(tmp_path: Path) -> None:
@@ -223,13 +214,3 @@ def test_integers_with_scales_of_another_dtype_are_read_as_values(tmp_path: Path
         Checkpoint(tmp_path, (1, 32), partial(Family().module_name, num_layers=4)).weights(""), "w.weight", (2, 64)
     )
     assert torch.equal(part, -8 * tensors["w.weight_scale"].repeat_interleave(32, 1))
-
-
-def test_bytes_of_scales_are_exponents(tmp_path: Path) -> None:
-    """Taken for numbers they would be 127 and more."""
-    codes, scales = quantize(torch.randn(256, 128), (128, 128), powers_of_two=True)
-    exponents = torch.frexp(scales)[1] + 126
-    save_file({"w": codes, "w_scale": exponents.to(torch.uint8)}, tmp_path / "model.safetensors")
-    part = read_linear(Checkpoint(tmp_path).weights(""), "w", (256, 128))
-    assert isinstance(part, BlockFp8)
-    assert torch.equal(part.scales, scales)

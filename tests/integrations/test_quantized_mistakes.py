@@ -53,32 +53,30 @@ def test_broken_scales_are_named(tensors: dict[str, Tensor], message: str, tmp_p
         read_linear(Checkpoint(tmp_path).weights(""), next(iter(tensors)), shape)
 
 
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel"}
+COMPRESSED = {"quant_method": "compressed-tensors"}
+
+
+def with_groups(scheme: dict[str, Any], *weights: dict[str, Any]) -> dict[str, Any]:
+    """Return a quantization whose groups have these weights."""
+    return {**scheme, "config_groups": {f"group_{number}": {"weights": each} for number, each in enumerate(weights)}}
+
+
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
         ({"quant_method": "awq"}, "quant_method is 'awq'; it must be one of fp8, compressed-tensors, modelopt"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo of modelopt is 'NVFP4'; .* one of FP8"),
         ({"quant_method": "modelopt"}, "quant_algo of modelopt is None"),
+        (with_groups({**COMPRESSED, "format": "dense"}, CHANNEL), "format of compressed-tensors is 'dense'"),
         (
-            {
-                "quant_method": "compressed-tensors",
-                "format": "dense",
-                "config_groups": {"a": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}},
-            },
-            "format of compressed-tensors is 'dense'",
-        ),
-        (
-            {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+            {**COMPRESSED, "format": "nvfp4-pack-quantized"},
             "format of compressed-tensors is 'nvfp4-pack-quantized'; it must be one of float-quantized",
         ),
         *(
             (
-                {
-                    **SCHEMES["int4"].config,
-                    "config_groups": {
-                        "a": {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32} | wrong}
-                    },
-                },
+                with_groups(SCHEMES["int4"].config, INT4 | wrong),
                 "config_groups is .* weights of 4 bits, type int, symmetric, strategy group",
             )
             for wrong in (
@@ -89,22 +87,13 @@ def test_broken_scales_are_named(tensors: dict[str, Tensor], message: str, tmp_p
                 {"type": "float"},
             )
         ),
-        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "config_groups is None"),
+        ({**COMPRESSED, "format": "float-quantized"}, "config_groups is None"),
         (
-            {
-                **SCHEMES["compressed_channel"].config,
-                "config_groups": {"a": {"weights": {"num_bits": 4, "type": "float", "strategy": "channel"}}},
-            },
+            with_groups(SCHEMES["compressed_channel"].config, CHANNEL | {"num_bits": 4}),
             "config_groups is .* weights of 8 bits",
         ),
         (
-            {
-                **SCHEMES["compressed_channel"].config,
-                "config_groups": {
-                    name: {"weights": {"num_bits": 8, "type": "float", "strategy": name}}
-                    for name in ("channel", "tensor")
-                },
-            },
+            with_groups(SCHEMES["compressed_channel"].config, CHANNEL, CHANNEL | {"strategy": "tensor"}),
             "config_groups differ",
         ),
     ],

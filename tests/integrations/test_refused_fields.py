@@ -9,11 +9,16 @@ import pytest
 
 from dcpmla.integrations.families.table import attention_of
 from dcpmla.integrations.model_files import load_config
-from tests.integrations.test_dots3 import published
+from tests.integrations.test_published_checkpoints import flat_dots3
 from tests.support.deepseek_v41_files import TEXT as V41
 from tests.support.kimi_k3_files import TEXT as K3
 from tests.support.models import FAMILIES, tiny_config
 
+ROPE = tiny_config("glm4_moe_lite").rope_parameters
+FACTORS = [1.0, 1.25, 1.5, 2.0]
+LONGROPE = {"type": "longrope", "original_max_position_embeddings": 64}
+LONGROPE |= {"short_factor": FACTORS, "long_factor": FACTORS}
+EQUAL_LISTS = "short_factor is .* both must be the same 4 numbers"
 # By family, changes of a tiny config, and the message. A field whose change is ... is left out.
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "axk2": [
@@ -25,6 +30,24 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"layer_types": ["full_attention"] * 2}, "layer_types is .*full_attention.*indexed_attention"),
         ({"mlp_layer_types": ["moe"] * 2}, "mlp_layer_types is .*dense, sparse"),
         ({"mlp_layer_types": ["dense"]}, "mlp_layer_types"),
+    ],
+    "glm4_moe_lite": [  # what fails in transformers or in floats; its qk_rope_head_dim is head_dim to transformers
+        ({"qk_rope_head_dim": 5}, r"qk_rope_head_dim is 5; it must be an even number in \[2, "),
+        ({"rope_parameters": ROPE | {"mscale_all_dim": 1e200}}, r"rope_parameters.mscale_all_dim is 1e\+200"),
+        ({"rope_parameters": ROPE | {"rope_type": "longrope"}}, "'rope_type'='longrope': .*_factor"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; it must be one of silu, swish"),
+    ],
+    "minicpm3": [
+        ({"rope_scaling": LONGROPE | {"long_factor": [1.0, 1.25, 1.5, 2.5]}}, EQUAL_LISTS),
+        ({"rope_scaling": LONGROPE | {"long_factor": FACTORS[1:], "short_factor": FACTORS[1:]}}, EQUAL_LISTS),
+        (
+            {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 1}},
+            "original_max_position_embeddings is 1; it must be a whole number",
+        ),
+        (
+            {"rope_scaling": LONGROPE | {"mscale_all_dim": 1.0}},
+            "mscale_all_dim is 1.0; it must be 0 where there is no factor",
+        ),
     ],
     "glm5_next_text": [
         ({"qk_rope_head_dim": 64}, "qk_rope_head_dim is 64; it must be"),
@@ -135,10 +158,11 @@ def config_of(family: str, changes: dict[str, Any]) -> dict[str, Any]:
         return {"model_type": family, "image_token_id": 129264, "text_config": fields}
     text = json.loads(tiny_config(family).to_json_string()) | {"model_type": family}
     if family == "dots3_note_text":
-        raw = published({"text_config": text, "model_type": "dots3_note"})
-        return raw | {"layer_types": text["layer_types"]} | changes
+        return flat_dots3(text) | {"model_type": "dots3_note", "layer_types": text["layer_types"]} | changes
     if family == "bailing_hybrid":
         text["pad_token_id"] = 0
+    if family == "minicpm3":
+        del text["rope_parameters"]
     if family == "mistral_large4_text":
         for name in ("indexer_types", "mlp_layer_types", "layer_types") if "num_hidden_layers" in changes else ():
             del text[name]

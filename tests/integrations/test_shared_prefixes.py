@@ -11,7 +11,6 @@ from torch import Tensor
 
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.runtime.sampling import SamplingParams
-from tests.support.deepseek_v41_files import save_v41
 from tests.support.layouts import dcp_config
 from tests.support.models import STATE_FAMILIES, save_tiny
 from tests.support.oracle import Oracle
@@ -52,7 +51,7 @@ def serve(directory: Path, family: str, tp: int) -> list[tuple[int, list[int], T
     ("family", "tp"), [*((family, 1) for family in (*STATE_FAMILIES, "deepseek_v41")), ("kimi_linear", 2)]
 )
 def test_the_second_prompt_reuses_half_and_the_third_all(family: str, tp: int, tmp_path: Path) -> None:
-    reference = save_v41(tmp_path) if family == "deepseek_v41" else save_tiny(family, tmp_path)
+    reference = save_tiny(family, tmp_path)
     served = run_ranks(tp, serve, tmp_path, family, tp)[0]
     assert [cached for cached, *_ in served] == [cached for row in SHARED.values() for cached in row]
     oracle = Oracle(reference)

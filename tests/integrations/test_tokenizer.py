@@ -15,7 +15,6 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from dcpmla.integrations.tokenizer import load_tokenizer
 from tests.support.launchers import ROOT
-from tests.support.small_tokenizers import new_stream
 
 PATTERN = "|".join(  # the published pattern, in full
     [
@@ -144,14 +143,6 @@ def test_ids_of_hand_picked_texts(tokenizer: Any, text: str) -> None:
 def test_text_of_any_tokens(tokenizer: Any, token_ids: list[int]) -> None:
     """Characters cut anywhere, too."""
     assert tokenizer.decode(token_ids) == ORACLE.decode(token_ids)
-
-
-@given(text=texts())
-def test_streamed_text_is_the_whole_text(tokenizer: Any, text: str) -> None:
-    token_ids = tokenizer.encode(text)
-    stream = new_stream(tokenizer)
-    pieces = [stream.push([token]) for token in token_ids]
-    assert "".join([*pieces, stream.end((), False)]) == tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
 def test_special_tokens(tokenizer: Any) -> None:

@@ -7,19 +7,17 @@ from typing import Any
 
 import pytest
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, processors
 from transformers import PreTrainedTokenizerFast
 
 from dcpmla.integrations.tokenizer import load_tokenizer
 from tests.integrations.test_tokenizer import MESSAGES, RENDERED, TEMPLATE, TEXTS, load, save
+from tests.support import small_tokenizers
 
 
 def byte_level() -> Tokenizer:
-    """As DeepSeek's and Kimi's files, of single bytes; no token is added to a text."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    """As DeepSeek's and Kimi's files; no token is added to a text."""
+    tokenizer = small_tokenizers.byte_level().backend_tokenizer
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     tokenizer.add_special_tokens([BOS, EOS])
     return tokenizer
@@ -27,11 +25,8 @@ def byte_level() -> Tokenizer:
 
 def metaspace() -> Tokenizer:
     """As Llama-2's files: spaces are letters, and one is added before a text."""
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Metaspace()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>", BOS, EOS], show_progress=False)
-    tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer = small_tokenizers.metaspace().backend_tokenizer
+    tokenizer.add_special_tokens([BOS, EOS])
     return tokenizer
 
 
@@ -116,12 +111,6 @@ def test_a_tokenizer_that_differs_from_its_file(tmp_path: Path, monkeypatch: pyt
     other = transformers.PreTrainedTokenizerFast(tokenizer_object=lossy)
     monkeypatch.setattr(transformers.PreTrainedTokenizerFast, "from_pretrained", lambda *args, **options: other)
     assert re.match("ValueError: transformers decodes .*", load_tokenizer(tmp_path)[1])
-
-
-def test_a_broken_file(tmp_path: Path) -> None:
-    save_file(tmp_path, byte_level())
-    (tmp_path / "tokenizer.json").write_text("{}")
-    assert load_tokenizer(tmp_path)[0] is None
 
 
 CODE = {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}

@@ -16,9 +16,8 @@ from dcpmla.config import DCPConfig
 from dcpmla.fields import divisors
 from dcpmla.integrations.model_files import load_config
 from tests.support.engines import new_engine
-from tests.support.kimi_k3_files import save_k3
 from tests.support.layouts import dcp_config
-from tests.support.models import FAMILIES, random_model, save_tiny, tiny_config
+from tests.support.models import FAMILIES, save_tiny
 from tests.support.oracle import Oracle
 from tests.support.ranks import run_ranks
 from tests.support.whole_models import Answers, answers_of, draw_prompts, load_on_rank, poisoned_cache, serve
@@ -101,13 +100,15 @@ def check(reference: Any, directory: Path, tp: int, cases: list[Case], device_ty
 
 
 # Families with attention of their own; the others cut heads and cache as DeepSeek-V3.
-ON_FOUR = ("deepseek_v3", "longcat_flash", "glm_moe_dsa", "deepseek_v4", "kimi_linear")
-OF_KINDS = (*ON_FOUR, "deepseek_v32", "mistral_large4_text", "dots3_note_text", "glm5_next_text")
+ON_FOUR = ("deepseek_v3", "longcat_flash", "glm_moe_dsa", "deepseek_v4", "kimi_linear", "glm5_next_text", "hy_v4")
+OF_KINDS = (*ON_FOUR[:-1], "deepseek_v32", "mistral_large4_text", "dots3_note_text")
 # A size that is no power of two cuts each kind of cache once.
 ON_THREE = ("deepseek_v3", "glm_moe_dsa", "longcat_flash", "deepseek_v4")
-FAMILIES_ON = {1: OF_KINDS, 2: FAMILIES, 3: ON_THREE, 4: ON_FOUR}  # test_eps_of_the_latents_norms has all on one rank
-# test_combinations.py has all families in all layouts of one and two ranks.
-QUICK = {1: (), 2: OF_KINDS, 3: ("deepseek_v3", "deepseek_v4"), 4: ("deepseek_v3", "glm_moe_dsa", "deepseek_v4")}
+ON_EIGHT = ("deepseek_v3", "deepseek_v32", "deepseek_v4")
+FAMILIES_ON = {1: OF_KINDS, 2: FAMILIES, 3: ON_THREE, 4: ON_FOUR, 8: ON_EIGHT}
+# test_eps_of_the_latents_norms has all on one rank, test_combinations.py all layouts of one and two ranks.
+QUICK = {1: (), 2: OF_KINDS, 3: ("deepseek_v3", "deepseek_v4"), 8: ("deepseek_v3",)}
+QUICK[4] = ("deepseek_v3", "glm_moe_dsa", "deepseek_v4", "glm5_next_text", "hy_v4")
 SIZES = [
     pytest.param(tp, family, marks=() if family in QUICK[tp] else pytest.mark.thorough)
     for tp, names in FAMILIES_ON.items()
@@ -120,7 +121,7 @@ SIZES = [
 def test_logits_and_tokens(family: str, tp: int, tmp_path: Path) -> None:
     reference = save_tiny(family, tmp_path)
     is_v4 = family == "deepseek_v4"
-    interleaves = (1, 2) if is_v4 else {1: (1, 2), 2: (1, 2, 16), 3: (2, 16), 4: (1, 16)}[tp]
+    interleaves = (1, 2) if is_v4 else {1: (1, 2), 2: (1, 2, 16), 3: (2, 16)}.get(tp, (1, 16))
     if family == "glm5_next_text":  # a block holds 4 pools
         interleaves = (1, 2, 4)
     cases = make_cases(tp, [tp], interleaves, ("ag_rs", "a2a") if tp > 1 else ("auto",), is_v4)
@@ -133,33 +134,6 @@ def test_logits_and_tokens(family: str, tp: int, tmp_path: Path) -> None:
         smaller = divisors(tp)[-2:-1]
         cases = cases[1 : 5 if tp == 2 else 3] + make_cases(tp, smaller, (2,), ("auto",), is_v4)
     check(reference, tmp_path, tp, cases)
-
-
-# The others cut heads and cache by the same code, and four ranks do, too.
-@pytest.mark.parametrize(
-    "family",
-    [
-        "deepseek_v3",
-        pytest.param("deepseek_v32", marks=pytest.mark.thorough),
-        pytest.param("deepseek_v4", marks=pytest.mark.thorough),
-    ],
-)
-def test_eight_ranks(family: str, tmp_path: Path) -> None:
-    reference = save_tiny(family, tmp_path)
-    if family == "deepseek_v4":
-        cases = make_cases(8, [8], (1, 2), ("a2a", "ag_rs"), is_compressed=True)
-    else:
-        cases = make_cases(8, [8, 4], (1, 16), ("a2a",))
-    check(reference, tmp_path, 8, cases[1:3])
-
-
-def test_deepseek_v32_whose_layers_share_a_selection(tmp_path: Path) -> None:
-    """With an indexer that rotates pairs, too, it is GLM-5 under another name, which is the oracle."""
-    reference = save_tiny("glm_moe_dsa", tmp_path)
-    assert tiny_config("glm_moe_dsa").indexer_types == ["full", "shared", "full"]
-    fields = {"model_type": "deepseek_v32", "indexer_rope_interleave": True, "index_topk_pattern": "FSF"}
-    rewrite_config(tmp_path, {"indexer_types": None, **fields})
-    check(reference, tmp_path, 2, make_cases(2, [2], (1,), ("a2a",)))
 
 
 def rewrite_config(directory: Path, changes: dict[str, Any]) -> None:
@@ -185,7 +159,8 @@ def test_layout_of_index_keys(family: str, interleaved: bool | None, tmp_path: P
     else:
         rotates_pairs = family == "glm_moe_dsa" if interleaved is None else interleaved
         reference = save_tiny("glm_moe_dsa" if rotates_pairs else "deepseek_v32", tmp_path)
-        layers = {"indexer_types": reference.config.indexer_types} if rotates_pairs else {}
+        pattern = {"indexer_types": None, "index_topk_pattern": "FSF"}  # DeepSeek-V3.2's name for layers that share
+        layers = pattern if rotates_pairs and family == "deepseek_v32" else {}
         mlps = ["dense"] + ["sparse"] * (reference.config.num_hidden_layers - 1)
         rewrite_config(tmp_path, {"model_type": family, "mlp_layer_types": mlps, **layers})
     rewrite_config(tmp_path, {"indexer_rope_interleave": interleaved})
@@ -197,14 +172,14 @@ def test_layout_of_index_keys(family: str, interleaved: bool | None, tmp_path: P
 
 
 def small_latents(family: str, directory: Path) -> Any:
-    """Save a model whose latents are about as small as the root of their norms' eps, 1e-6; other norms' is 1e-3."""
+    """Save a model whose latents, and index keys, are about as small as the root of their norms' eps, 1e-6; other
+    norms' is 1e-3.
+    """
     if family == "kimi_k3":
-        return save_k3(directory, 1e-3, rms_norm_eps=1e-3)
-    config = tiny_config(family)
-    config.rms_norm_eps = 1e-3
-    model = random_model(config)
+        return save_tiny(family, directory, latent_factor=1e-3, rms_norm_eps=1e-3)
+    model = save_tiny(family, directory, rms_norm_eps=1e-3)
     for name, weight in model.named_parameters():
-        if "q_a_proj" in name or "kv_a_proj" in name:
+        if "q_a_proj" in name or "kv_a_proj" in name or name.endswith("indexer.wk.weight"):
             weight.data *= 1e-3
     model.save_pretrained(directory)
     return model

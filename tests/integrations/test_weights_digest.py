@@ -41,7 +41,7 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -
 
 
 def plain_digest(weights: nn.Module) -> bytes:
-    """Compute the same digest in Python's integers, for tensors of one part."""
+    """Compute the same digest in Python's integers, for contiguous tensors."""
     digest, mask = sha256(), (1 << 64) - 1
     for name, tensor in [*weights.named_parameters(), *weights.named_buffers()]:
         data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -58,30 +58,16 @@ def plain_digest(weights: nn.Module) -> bytes:
     return digest.digest()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_against_python_s_integers(dtype: torch.dtype) -> None:
-    weights = Weights(a=random_tensor((3, 5), dtype), b=random_tensor((), dtype), c=random_tensor((0, 4), dtype))
-    assert weights_digest(weights) == plain_digest(weights)
-
-
 @pytest.fixture
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_CHUNK", 64)
 
 
 @pytest.mark.usefixtures("_small_parts")
-@pytest.mark.parametrize("dtype", DTYPES[:4])
-def test_each_element_and_each_swap_counts(dtype: torch.dtype) -> None:
-    tensor = torch.arange(1, 101).to(dtype).view(4, 25)
-    digests = {digest_of(tensor)}
-    for index in range(100):
-        changed = tensor.clone()
-        changed.view(-1).view(torch.uint8)[index * dtype.itemsize] ^= 1
-        swapped = tensor.clone().view(-1)
-        swapped[index], swapped[index - 1] = tensor.view(-1)[index - 1], tensor.view(-1)[index]
-        digests |= {digest_of(changed), digest_of(swapped.view(4, 25))}
-    equal_neighbors = sum((tensor.view(-1).float() == tensor.view(-1).float().roll(1)).tolist())  # in 8 bits
-    assert len(digests) == 201 - equal_neighbors
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_against_python_s_integers(dtype: torch.dtype) -> None:
+    weights = Weights(a=random_tensor((33, 5), dtype), b=random_tensor((), dtype), c=random_tensor((0, 4), dtype))
+    assert weights_digest(weights) == plain_digest(weights)
 
 
 @pytest.mark.parametrize("distance", [1, 2, 4, 8, 1 << 10, 1 << 16])
@@ -169,19 +155,6 @@ def test_every_family(directories: list[Path]) -> None:
     assert len({digest for digest, _ in first}) == len(FAMILIES)
     for directory, (_, num_bytes) in zip(directories, first, strict=True):
         assert num_bytes >= read_model(load_config(directory), False).weight_bytes(1, False)["total"]
-
-
-def test_every_tensor_of_a_checkpoint_counts(model: Path, tmp_path: Path) -> None:
-    tensors = load_file(model / "model.safetensors")
-    directories = [model]
-    for number, name in enumerate(tensors):
-        changed = tensors[name].clone()
-        changed.view(-1)[-1] *= -2
-        directories.append(tmp_path / str(number))
-        shutil.copytree(model, directories[-1])
-        save_file({**tensors, name: changed}, directories[-1] / "model.safetensors", {"format": "pt"})
-    (digests,) = run_ranks(1, load_and_digest, directories)
-    assert len({digest for digest, _ in digests}) == len(tensors) + 1
 
 
 @pytest.mark.gpu

@@ -79,19 +79,15 @@ class Clock:
         monkeypatch.setattr(board, "time", SimpleNamespace(monotonic=lambda: self.now))
         store = dist.HashStore()
         self._writers = [board.Board(store, rank, 2, 60) for rank in range(2)]
+        self.board = self._writers[0]
 
     def read(self, now: float, *beats: int) -> list[float]:
         """Write the beats of the first ranks and read all posts at a time; return the ages then."""
         for writer, beat in zip(self._writers, beats, strict=False):
             writer.write(post(beat=beat))
         self.now = now
-        self._writers[0].read_posts()
-        return self._writers[0].ages()
-
-    def ages(self, now: float) -> list[float]:
-        """Return the ages at a time."""
-        self.now = now
-        return self._writers[0].ages()
+        self.board.read_posts()
+        return self.board.ages()
 
 
 def test_ages_are_the_reader_s(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +97,8 @@ def test_ages_are_the_reader_s(monkeypatch: pytest.MonkeyPatch) -> None:
         clock.read(now, beat)
     assert clock.read(165.0, 2) == [63.0, 0.0]
     clock.read(166.0, 1, 7)
-    assert clock.ages(167.0) == [1.0, 1.0]
+    clock.now = 167.0
+    assert clock.board.ages() == [1.0, 1.0]
 
 
 def test_a_reader_that_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,30 +19,8 @@ from dcpmla.job.board import Board
 from dcpmla.job.faults import Post
 from dcpmla.job.flight_record import write_flight_record
 from dcpmla.job.watchdog import Reported, Watchdog
-from tests.support.watched_jobs import (
-    MARGIN,
-    TIMEOUT,
-    Ended,
-    allocate,
-    bug,
-    fill_disk,
-    go_on,
-    kill_after_broken_values,
-    leave_apart,
-    load_while_one_is_lost,
-    mistake,
-    mix_up,
-    oversleep,
-    run,
-    send,
-    serve_with_one_silent,
-    sleep_with_the_interpreters_lock,
-    stop_with_a_clock_ahead,
-    take_turns_loading,
-    terminate_all,
-    terminate_and_die,
-    with_fault,
-)
+from tests.support import watched_jobs as work
+from tests.support.watched_jobs import MARGIN, TIMEOUT, Ended, run, send, with_fault
 
 MISSING = (
     r"rank 1 is missing, last seen \d+ s ago in decode step 2, at watched_jobs.py:\d+ \(\w+\); "
@@ -81,32 +59,36 @@ FAULTS = {
     ),
     "stopped": Case(partial(STOP, 1), 1, [1, 1], rf"rank 0 waited \d+ s {STEP_2}: {MISSING}"),
     "stopped with the store": Case(partial(STOP, 0), 0, [1, 1], rf"rank 1 waited \d+ s {STEP_2}: {NO_STORE}", True),
-    "asleep": Case(oversleep, 1, [1, 1, 1], rf"(rank [02] waited .*: )?rank 1 has {ASLEEP}"),
-    "asleep with the store": Case(oversleep, 0, [1, 1], rf"(rank 1 waited .*: )?rank 0 has {ASLEEP}", True),
+    "asleep": Case(work.oversleep, 1, [1, 1, 1], rf"(rank [02] waited .*: )?rank 1 has {ASLEEP}"),
+    "asleep with the store": Case(work.oversleep, 0, [1, 1], rf"(rank 1 waited .*: )?rank 0 has {ASLEEP}", True),
     "holding the interpreter's lock": Case(
-        sleep_with_the_interpreters_lock, 1, [1, 1], rf"rank 0 waited \d+ s {STEP_2}: {MISSING}"
+        work.sleep_with_the_interpreters_lock, 1, [1, 1], rf"rank 0 waited \d+ s {STEP_2}: {MISSING}"
     ),
     "out of memory": Case(
-        allocate,
+        work.allocate,
         1,
         [1, 1, 1],
         rf"rank 1 ran out of memory \(.*can't allocate memory.*\) {STEP_2}: lower --max-num-batched-tokens",
     ),
-    "full disk": Case(fill_disk, 1, [1, 1], rf"rank 1 could not write \(No space left on device\) {STEP_2}: make room"),
-    "bug": Case(bug, 1, [1, 1, 1], rf"rank 1 failed \(KeyError: 'no such thing'\) {STEP_2}: a bug"),
-    "mistake": Case(mistake, 1, [2, 2, 2], r"option \(--option\) is 3; choose 4$"),
+    "full disk": Case(
+        work.fill_disk, 1, [1, 1], rf"rank 1 could not write \(No space left on device\) {STEP_2}: make room"
+    ),
+    "bug": Case(work.bug, 1, [1, 1, 1], rf"rank 1 failed \(KeyError: 'no such thing'\) {STEP_2}: a bug"),
+    "mistake": Case(work.mistake, 1, [2, 2, 2], r"option \(--option\) is 3; choose 4$"),
     "terminated in a collective": Case(
         partial(send, signal.SIGTERM, 0), 1, [143, 143], rf"rank 0 was asked to stop \(SIGTERM\) {STEP_2}: {AGAIN}"
     ),
-    "all terminated": Case(terminate_all, 1, [143, 143], rf"rank [01] was asked to stop \(SIGTERM\) {STEP_2}: {AGAIN}"),
+    "all terminated": Case(
+        work.terminate_all, 1, [143, 143], rf"rank [01] was asked to stop \(SIGTERM\) {STEP_2}: {AGAIN}"
+    ),
     "terminated after a death": Case(
-        terminate_and_die, 1, [143, -9], rf"rank 0 was asked to stop \(SIGTERM\) {STEP_2}: {MISSING}"
+        work.terminate_and_die, 1, [143, -9], rf"rank 0 was asked to stop \(SIGTERM\) {STEP_2}: {MISSING}"
     ),
     "interrupted": Case(
         partial(send, signal.SIGINT, 1), 1, [130] * 3, rf"rank 1 was asked to stop \(SIGINT\) {STEP_2}: {AGAIN}"
     ),
     "other collectives": Case(
-        mix_up,
+        work.mix_up,
         1,
         [1, 1],
         rf"rank [01] (waited .* {STEP_2}: rank [01] {STEP_2} at .*\((step|mix_up)\)|lost the others)",
@@ -115,30 +97,25 @@ FAULTS = {
 JOBS: dict[str, tuple[Callable[[], Ended], list[int], str]] = {
     **{name: (case.run, case.codes, case.line) for name, case in FAULTS.items()},
     "killed after broken values": (
-        partial(run, kill_after_broken_values),
+        partial(run, work.kill_after_broken_values),
         [1, -9],
         f"rank 0 lost .* {STEP_2}: rank 1 is missing, (last seen|it never came)",
     ),
-    "stopped with a clock ahead": (
-        partial(run, stop_with_a_clock_ahead),
-        [1, 1],
-        rf"rank 0 waited \d+ s {STEP_2}: rank 1 is missing, last seen [1-9]\d* s ago {STEP_2}",
-    ),
     "lost while loading": (
-        partial(run, load_while_one_is_lost),
+        partial(run, work.load_while_one_is_lost),
         [1, 1],
         r"rank 0 waited \d+ s in loading: rank 1 is missing, last seen \d+ s ago in loading",
     ),
     "silent in an exchange": (
-        partial(run, serve_with_one_silent, 3),
+        partial(run, work.serve_with_one_silent, 3),
         [1, 1, 1],
         r"rank ([02]) lost another rank \(combine failed on rank \1 of .*: nothing came from rank 1 for 1 s\) "
         rf"{STEP_2} .*: rank 1 {STEP_2} .* at watched_jobs.py:\d+ \(oversleep\); "
         f"see what holds it, and its log, then {AGAIN}; or raise --dcp-exchange-timeout$",
     ),
-    "left apart": (partial(run, leave_apart, 3), [0, 0, 0], ""),
-    "loading": (partial(run, take_turns_loading), [0, 0], ""),
-    "lost store": (partial(run, go_on, store_seconds=3), [0, 0], ""),
+    "left apart": (partial(run, work.leave_apart, 3), [0, 0, 0], ""),
+    "loading": (partial(run, work.take_turns_loading), [0, 0], ""),
+    "lost store": (partial(run, work.go_on, store_seconds=3), [0, 0], ""),
 }
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from dcpmla.cache.formats import FP8
 from tests.attention.test_decode_compile import assert_mbarriers_are_apart, compile_for_hopper
-from tests.support.shared_memory import run_interpreted
+from tests.support.kernels import on_both, run_kernels
 
 DTYPES = {"bf16": torch.bfloat16, "fp8e4nv": FP8, "u8": torch.uint8, "int4": torch.uint8}
 
@@ -33,13 +33,9 @@ def check_blocks(device: str) -> None:
         assert number.tolist() == [len(wanted_experts)]
 
 
-def test_blocks_in_the_interpreter() -> None:
-    run_interpreted(1, check_blocks, "cpu")
-
-
-@pytest.mark.gpu
-def test_blocks() -> None:
-    check_blocks("cuda")
+@on_both
+def test_blocks(device: str) -> None:
+    run_kernels(device, check_blocks)
 
 
 @pytest.mark.parametrize(

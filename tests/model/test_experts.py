@@ -3,6 +3,7 @@
 Kernels run on a GPU, in Triton's interpreter without one (but 4 bits, whose conversion is assembler).
 """
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from dcpmla.parallel.quantized import (
     unpack,
 )
 from tests.support.glu import GLUS, glu_of
-from tests.support.shared_memory import interpret, run_interpreted
+from tests.support.kernels import nan_in_new_memory, run_kernels
 
 FORMATS = ("plain", "fp8", "fp4", "int4")
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}  # relative, of norms
@@ -163,16 +164,8 @@ def compute_by_kernels(
     return kernels.compute_experts(call)
 
 
+@nan_in_new_memory()
 def check_kernels(device: str, dtype: torch.dtype, kinds: tuple[str, ...], sizes: tuple[int, ...]) -> None:
-    """Check over new memory that holds NaN."""
-    torch.use_deterministic_algorithms(True)  # fills it
-    try:
-        check_poisoned(device, dtype, kinds, sizes)
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def check_poisoned(device: str, dtype: torch.dtype, kinds: tuple[str, ...], sizes: tuple[int, ...]) -> None:
     """Check few and many tokens, few of many experts, many of one; one expert for all of a token's routes, experts that
     few tokens take, or none.
     """
@@ -206,10 +199,10 @@ def check_poisoned(device: str, dtype: torch.dtype, kinds: tuple[str, ...], size
 
 
 def test_kernels_in_the_interpreter() -> None:
-    run_interpreted(1, check_kernels, "cpu", torch.float32, ("plain",), (1, 21, 72, 40))
+    run_kernels("cpu", partial(check_kernels, dtype=torch.float32, kinds=("plain",), sizes=(1, 21, 72, 40)))
 
 
-def check_given_codes() -> None:
+def check_given_codes(device: str) -> None:
     """Compare rows that were quantized before, in another order of their scales, with rows that the kernels quantize,
     and both with float64.
     """
@@ -224,7 +217,7 @@ def check_given_codes() -> None:
 
 
 def test_given_codes_in_the_interpreter() -> None:
-    interpret(check_given_codes)
+    run_kernels("cpu", check_given_codes)
 
 
 @pytest.mark.gpu

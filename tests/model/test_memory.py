@@ -18,8 +18,8 @@ from dcpmla.model.streams import finish
 from dcpmla.parallel.linear import Linear
 from dcpmla.parallel.quantized import GroupFp8, cut
 from tests.attention.test_decode_compile import compile_for_hopper
+from tests.support.kernels import on_both, run_kernels
 from tests.support.ranks import run_ranks
-from tests.support.shared_memory import interpret
 
 FP8 = torch.float8_e4m3fn
 EPS, STREAMS, WIDTH, COLUMNS, HIDDEN = 1e-6, 4, 64, 6, 40
@@ -142,13 +142,9 @@ def check_kernels(device: str) -> None:
     assert kernels.look_up(*arguments).shape == (0, 144)
 
 
-def test_the_kernels_in_the_interpreter() -> None:
-    interpret(check_kernels, "cpu")
-
-
-@pytest.mark.gpu
-def test_the_kernels() -> None:
-    check_kernels("cuda")
+@on_both
+def test_the_kernels(device: str) -> None:
+    run_kernels(device, check_kernels)
 
 
 def test_the_kernels_compile() -> None:

@@ -9,7 +9,7 @@ from dcpmla.model.mlp import activate_rows
 from dcpmla.parallel.fp8 import quantize_rows
 from dcpmla.parallel.quantized import quantize_groups
 from tests.support.glu import GLUS, glu_of
-from tests.support.shared_memory import interpret
+from tests.support.kernels import on_both, run_kernels
 
 WIDTHS = (1, 48, 128, 1025, 1152)
 
@@ -72,10 +72,6 @@ def test_the_operator() -> None:
         torch.library.opcheck(torch.ops.dcpmla.glu, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
-def test_the_kernel_in_the_interpreter() -> None:
-    interpret(check_kernel, "cpu")
-
-
-@pytest.mark.gpu
-def test_the_kernel() -> None:
-    check_kernel("cuda")
+@on_both
+def test_the_kernel(device: str) -> None:
+    run_kernels(device, check_kernel)

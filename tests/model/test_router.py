@@ -3,7 +3,7 @@
 Kernels run on a GPU, in Triton's interpreter without one, and are compiled for Hopper.
 """
 
-from dataclasses import replace
+import math
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -18,7 +18,7 @@ from dcpmla.integrations.families.table import find_family
 from dcpmla.model.moe import Gate
 from dcpmla.model.router import Router, route, router_logits, split_weight
 from tests.attention.test_small_kernels import compile_for_hopper
-from tests.support.shared_memory import run_interpreted
+from tests.support.kernels import on_both, run_kernels
 
 GROUPS = {"num_groups": 4, "topk_groups": 2, "n_routed_experts": 16}
 FAMILIES: dict[str, dict[str, Any]] = {  # fields of the config
@@ -79,15 +79,6 @@ def test_as_transformers(family: str) -> None:
     torch.testing.assert_close(weights, expected_weights)
 
 
-def test_experts_of_unchosen_groups_that_precede_others() -> None:
-    """Experts 2 and 3 count as 0, which is above the score of expert 1 in the chosen group."""
-    logits, bias = torch.tensor([[3.0, -9, 1, 1]]), torch.tensor([0.5, -1, 0, 0])
-    groups = {"num_groups": 2, "topk_groups": 1}
-    router = Router(scoring="sigmoid", top_k=3, **groups, unchosen_score=0.0)
-    assert route(logits, bias, router)[0].tolist() == [[0, 2, 3]]
-    assert route(logits, bias, replace(router, unchosen_score=-torch.inf))[0].tolist() == [[0, 1, 2]]
-
-
 @torch.no_grad()
 def test_experts_by_token_ids_as_transformers() -> None:
     from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
@@ -120,7 +111,7 @@ def root(row: Tensor) -> Tensor:
 def brute_force(
     logits: Tensor, bias: Tensor | None, how: Router, dtype: torch.dtype = torch.float64
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """Route, one Python sort after the other; NaN and groups that were not chosen last, ties by lower id."""
+    """Route, one Python sort after the other; NaN last, ties by lower id."""
     all_ids, all_weights = [], []
     for row in logits.to(dtype):
         scores = {"sigmoid": torch.sigmoid, "softmax": partial(torch.softmax, dim=0)}.get(how.scoring, root)(row)
@@ -129,7 +120,7 @@ def brute_force(
         groups = [sorted(choice[i : i + size], reverse=True) for i in range(0, len(choice), size)]
         group_scores = [group[0] if how.group_score == "max" else sum(group[:2]) for group in groups]
         chosen = sorted(range(how.num_groups), key=lambda group: (-group_scores[group], group))[: how.topk_groups]
-        choice = [score if i // size in chosen else -torch.inf for i, score in enumerate(choice)]
+        choice = [score if i // size in chosen else how.unchosen_score for i, score in enumerate(choice)]
         ids = sorted(range(len(choice)), key=lambda i: (-choice[i], i))[: how.top_k]
         weights = scores[ids]
         if how.renormalize:
@@ -149,6 +140,7 @@ ROUTERS = st.builds(
     renormalize=st.booleans(),
     routed_scaling_factor=st.sampled_from((1.0, 2.5)),
     num_shared=st.integers(0, 2),
+    unchosen_score=st.sampled_from((-math.inf, 0.0)),  # of experts in groups that are not chosen
 )
 
 
@@ -165,7 +157,7 @@ def test_against_brute_force(how: Router, seed: int, has_bias: bool) -> None:
         # Sums that are equal but for rounding decide nothing: sigmoid(1) + sigmoid(-1) is 1, or a bit less.
         assume(brute_force(logits, bias, how, torch.float32)[0] == expected_ids)
         assert ids.tolist() == expected_ids
-    else:  # a NaN makes every score NaN; sums of float32 scores may tie where float64's do not
+    elif how.unchosen_score:  # a NaN makes every score NaN; sums of float32 scores may tie where float64's do not
         assert ids[1, : how.top_k].tolist() == list(range(how.top_k))
     assert weights.shape == ids.shape
     same = (ids == torch.tensor(expected_ids)).all(1)
@@ -191,10 +183,11 @@ CASES = [
 ]
 
 
-def check_kernels(device: str, num_tokens: int) -> None:
+def check_kernels(device: str) -> None:
     """Check the kernel against plain torch: equal logits, NaN in some, in all, ties."""
     from dcpmla.model.kernels import router as kernels
 
+    num_tokens = 3000 if device == "cuda" else 5
     for how, num_experts, has_bias in CASES:
         generator = torch.Generator().manual_seed(num_experts)
         logits = torch.randn(num_tokens, num_experts, generator=generator) * 5
@@ -210,13 +203,9 @@ def check_kernels(device: str, num_tokens: int) -> None:
     torch.testing.assert_close(kernels.router_logits(x.to(device), weight.to(device)).cpu(), x @ weight.sum(0).T)
 
 
-def test_kernels_in_the_interpreter() -> None:
-    run_interpreted(1, check_kernels, "cpu", 5)
-
-
-@pytest.mark.gpu
-def test_kernels() -> None:
-    check_kernels("cuda", 3000)
+@on_both
+def test_kernels(device: str) -> None:
+    run_kernels(device, check_kernels)
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])

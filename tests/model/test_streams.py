@@ -4,6 +4,7 @@ Kernels run on a GPU, in Triton's interpreter without one, and are compiled for 
 """
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from dcpmla.model.mixing import Constants, Mixing, Projection, Streams
 from dcpmla.model.streams import Connection, DelayedCollapse, enter, finish, mix
 from dcpmla.parallel.quantized import AnyRows, NormedRows, plain, quantize_groups
 from tests.attention.test_decode_compile import compile_for_hopper
-from tests.support.shared_memory import interpret
+from tests.support.kernels import nan_in_new_memory, run_kernels
 
 CONSTANTS = Constants(eps=1e-6, stream_eps=1e-5, num_iters=5)
 INDEPENDENT = Constants(eps=1e-6, stream_eps=1e-5, num_iters=0, post_scale=1.5, post_eps=1e-5)
@@ -46,39 +47,29 @@ def make_case(
     return Streams(values, mixing, out), projection, random(width).abs()
 
 
-@pytest.mark.parametrize("num_streams", [1, 2, 4])
+@pytest.mark.parametrize(("num_streams", "mixes"), [(1, True), (2, True), (4, True), (4, False)])
 @torch.no_grad()
-def test_as_transformers(num_streams: int) -> None:
-    """A part's input, and the streams after it, as its decoder layer computes them."""
-    from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
+def test_as_transformers(num_streams: int, mixes: bool) -> None:
+    """A part's input, and the streams after it, as its decoder layer computes them; streams may be independent."""
+    if mixes:
+        from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
 
-    config = v4.DeepseekV4Config(hidden_size=48, hc_mult=num_streams, hc_sinkhorn_iters=5, hc_eps=1e-5)
-    streams, projection, norm = make_case(7, num_streams, 48, torch.float32, False, False, "cpu")
-    theirs, their_norm = v4.DeepseekV4HyperConnection(config), v4.DeepseekV4RMSNorm(48, config.rms_norm_eps)
+        config = v4.DeepseekV4Config(hidden_size=48, hc_mult=num_streams, hc_sinkhorn_iters=5, hc_eps=1e-5)
+        theirs, their_norm = v4.DeepseekV4HyperConnection(config), v4.DeepseekV4RMSNorm(48, config.rms_norm_eps)
+    else:
+        hy = pytest.importorskip("transformers.models.hy_v4.modeling_hy_v4")
+        config = hy.HYV4Config(hidden_size=48, hc_mult=4, hc_eps=1e-5, hc_magnitude=1.5, rms_norm_eps=1e-6)
+        theirs, their_norm = hy.HYV4HyperConnection(config), hy.HYV4RMSNorm(48, config.rms_norm_eps)
+    before, projection, norm = make_case(7, num_streams, 48, torch.float32, False, False, "cpu", mixes)
     theirs.fn.data, theirs.base.data, theirs.scale.data = projection
     their_norm.weight.data = norm
-    post, comb, collapsed = theirs(streams.values[None])
-    x, found = Connection(projection, norm, CONSTANTS)(streams)
+    post, *comb, collapsed = theirs(before.values[None])
+    x, streams = Connection(projection, norm, CONSTANTS if mixes else INDEPENDENT)(before)
     torch.testing.assert_close(x, their_norm(collapsed)[0])
     out = torch.randn(7, 48)
-    wanted = post[..., None] * out[None, :, None] + comb.transpose(-1, -2) @ streams.values[None]
-    torch.testing.assert_close(finish(found._replace(out=out)), wanted[0])
-
-
-@torch.no_grad()
-def test_independent_streams_as_transformers() -> None:
-    v4 = pytest.importorskip("transformers.models.hy_v4.modeling_hy_v4")
-    config = v4.HYV4Config(hidden_size=48, hc_mult=4, hc_eps=1e-5, hc_magnitude=1.5, rms_norm_eps=1e-6)
-    before, projection, norm = make_case(7, 4, 48, torch.float32, False, False, "cpu", mixes=False)
-    connection, module_norm = v4.HYV4HyperConnection(config), v4.HYV4RMSNorm(48, config.rms_norm_eps)
-    connection.fn.data, connection.base.data, connection.scale.data = projection
-    module_norm.weight.data = norm
-    post, collapsed = connection(before.values[None])
-    x, streams = Connection(projection, norm, INDEPENDENT)(before)
-    torch.testing.assert_close(x, module_norm(collapsed)[0])
-    out = torch.randn(7, 48)
-    expected = post[0, :, :, None] * out[:, None] + before.values
-    torch.testing.assert_close(finish(streams._replace(out=out)), expected)
+    mixed = comb[0].transpose(-1, -2) @ before.values if mixes else before.values[None]
+    expected = post[..., None] * out[:, None] + mixed
+    torch.testing.assert_close(finish(streams._replace(out=out)), expected[0])
 
 
 @torch.no_grad()
@@ -149,57 +140,54 @@ def check_quantized(rows: AnyRows, x: Tensor) -> None:
     assert torch.equal(rows.quantized.scales.cpu(), scales)
 
 
+@nan_in_new_memory()
 def check_kernels(device: str, dtype: torch.dtype, cases: tuple[tuple[int, int, int], ...]) -> None:
-    """Check over new memory that holds NaN."""
     from dcpmla.model.kernels import mix as mixing_kernels
     from dcpmla.model.kernels import streams as kernels
 
-    torch.use_deterministic_algorithms(True)  # fills it
-    try:
-        for num_tokens, num_streams, width in cases:
-            kinds = [(False, False, True), (True, False, True), (True, True, True), (False, True, True)]
-            kinds += [(True, False, False)]
-            delayed = [(False, False, True), (True, False, True)]  # at the first connection, and after
-            for index, (has_mixing, is_head, mixes) in enumerate(kinds + delayed):
-                streams, projection, norm = make_case(
-                    num_tokens, num_streams, width, dtype, has_mixing, is_head, device, mixes
-                )
-                constants = CONSTANTS if mixes else INDEPENDENT
-                if index >= len(kinds):
-                    constants = constants._replace(delays=True)
-                    pre = torch.rand(num_tokens, num_streams, device=device)
-                    streams = streams._replace(pre=pre if has_mixing else None)
-                case = streams, projection, norm
-                wanted, wanted_streams = enter(*case, constants)
-                x, found = kernels.enter(*case, constants)
-                pairs: list[Any] = [(plain(x), wanted), (found.values, wanted_streams.values)]
-                assert (found.mixing is None) == is_head
-                if found.mixing is not None and wanted_streams.mixing is not None:
-                    assert (found.mixing.comb is None) == (not mixes)
-                    pairs += list(zip(found.mixing, wanted_streams.mixing, strict=True))[: 1 + mixes]
-                assert (found.pre is None) == (wanted_streams.pre is None) == (not constants.delays)
-                if found.pre is not None and wanted_streams.pre is not None:
-                    pairs += [(found.pre, wanted_streams.pre)]
-                pairs += [(mixing_kernels.mix(case[0]), mix(case[0]))]
-                for got, expected in pairs:
-                    tolerance = TOLERANCE[dtype]
-                    torch.testing.assert_close(got.float(), expected.float(), atol=tolerance, rtol=tolerance)
-                assert torch.equal(plain(x), plain(kernels.enter(*case, constants)[0]))
-                if width % 128 == 0:
-                    check_quantized(kernels.enter(*case, constants, quantizes=True)[0], plain(x))
-    finally:
-        torch.use_deterministic_algorithms(False)
+    for num_tokens, num_streams, width in cases:
+        kinds = [(False, False, True), (True, False, True), (True, True, True), (False, True, True)]
+        kinds += [(True, False, False)]
+        delayed = [(False, False, True), (True, False, True)]  # at the first connection, and after
+        for index, (has_mixing, is_head, mixes) in enumerate(kinds + delayed):
+            streams, projection, norm = make_case(
+                num_tokens, num_streams, width, dtype, has_mixing, is_head, device, mixes
+            )
+            constants = CONSTANTS if mixes else INDEPENDENT
+            if index >= len(kinds):
+                constants = constants._replace(delays=True)
+                pre = torch.rand(num_tokens, num_streams, device=device)
+                streams = streams._replace(pre=pre if has_mixing else None)
+            case = streams, projection, norm
+            wanted, wanted_streams = enter(*case, constants)
+            x, found = kernels.enter(*case, constants)
+            pairs: list[Any] = [(plain(x), wanted), (found.values, wanted_streams.values)]
+            assert (found.mixing is None) == is_head
+            if found.mixing is not None and wanted_streams.mixing is not None:
+                assert (found.mixing.comb is None) == (not mixes)
+                pairs += list(zip(found.mixing, wanted_streams.mixing, strict=True))[: 1 + mixes]
+            assert (found.pre is None) == (wanted_streams.pre is None) == (not constants.delays)
+            if found.pre is not None and wanted_streams.pre is not None:
+                pairs += [(found.pre, wanted_streams.pre)]
+            pairs += [(mixing_kernels.mix(case[0]), mix(case[0]))]
+            for got, expected in pairs:
+                tolerance = TOLERANCE[dtype]
+                torch.testing.assert_close(got.float(), expected.float(), atol=tolerance, rtol=tolerance)
+            assert torch.equal(plain(x), plain(kernels.enter(*case, constants)[0]))
+            if width % 128 == 0:
+                check_quantized(kernels.enter(*case, constants, quantizes=True)[0], plain(x))
 
 
 def test_kernels_in_the_interpreter() -> None:
     """For few tokens, for more than 16, and for none."""
-    interpret(check_kernels, "cpu", torch.float32, ((1, 4, 80), (17, 3, 128), (0, 4, 64)))
+    cases = (1, 4, 80), (17, 3, 128), (0, 4, 64)
+    run_kernels("cpu", partial(check_kernels, dtype=torch.float32, cases=cases))
 
 
 @pytest.mark.thorough
 def test_more_shapes_in_the_interpreter() -> None:
-    interpret(check_kernels, "cpu", torch.float32, ((19, 3, 128), (5, 1, 48)))
-    interpret(check_kernels, "cpu", torch.float16, ((3, 2, 130),))
+    for dtype, cases in ((torch.float32, ((19, 3, 128), (5, 1, 48))), (torch.float16, ((3, 2, 130),))):
+        run_kernels("cpu", partial(check_kernels, dtype=dtype, cases=cases))
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from torch import Tensor
 from dcpmla.model.calls import Sums
 from dcpmla.model.sums import Mixer, mix_sums
 from tests.attention.test_decode_compile import compile_for_hopper
-from tests.support.shared_memory import interpret
+from tests.support.kernels import on_both, run_kernels
 
 EPS = 1e-5
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -90,13 +90,9 @@ def check_kernel(device: str) -> None:
     assert kernels.mix_sums(Sums(*empty[:4]), *empty[4:], EPS, False)[0].shape == (0, 48)
 
 
-def test_the_kernel_in_the_interpreter() -> None:
-    interpret(check_kernel, "cpu")
-
-
-@pytest.mark.gpu
-def test_the_kernel() -> None:
-    check_kernel("cuda")
+@on_both
+def test_the_kernel(device: str) -> None:
+    run_kernels(device, check_kernel)
 
 
 @pytest.mark.parametrize("has_out", [False, True])

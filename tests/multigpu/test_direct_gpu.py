@@ -11,12 +11,7 @@ from torch import Tensor
 
 from dcpmla.merge import merge_partials
 from dcpmla.parallel.collectives import PeerFault
-from tests.support.gpus import on_gpus
-from tests.support.ranks import run_ranks
-
-pytest.importorskip("triton")
-
-from tests.support.direct_checks import (  # noqa: E402
+from tests.support.direct_checks import (
     SHAPES,
     check_memory,
     check_replays,
@@ -30,6 +25,8 @@ from tests.support.direct_checks import (  # noqa: E402
     own_heads,
     seconds_on_gpu,
 )
+from tests.support.gpus import on_gpus
+from tests.support.ranks import run_ranks
 
 
 def check_sizes(dtype: torch.dtype) -> None:

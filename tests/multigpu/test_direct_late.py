@@ -10,12 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.gpus import on_gpus
-from tests.support.ranks import run_ranks
-
-pytest.importorskip("triton")
-
-from tests.support.direct_checks import (  # noqa: E402
+from tests.support.direct_checks import (
     SHAPES,
     Shape,
     assert_same_bits,
@@ -27,6 +22,8 @@ from tests.support.direct_checks import (  # noqa: E402
     own_heads,
     tokens_of_rows,
 )
+from tests.support.gpus import on_gpus
+from tests.support.ranks import on_ranks, run_ranks
 
 
 def linger(own: random.Random) -> None:
@@ -109,7 +106,9 @@ def check_soak() -> None:
     check_memory(soak.exchange)
 
 
-def check_two_groups() -> None:
+@pytest.mark.gpu_4
+@on_ranks(4, device="cuda")
+def test_two_groups() -> None:
     """Exchange within two halves, each at its own pace, and among all ranks in between."""
     rank, own = dist.get_rank(), random.Random(dist.get_rank())
     groups = [dist.new_group([first, first + 2]) for first in range(2)]
@@ -119,11 +118,6 @@ def check_two_groups() -> None:
         exchange_once(exchanges[seed % 4 != 0], SHAPES[seed % 3], torch.bfloat16, seed, own, num_layouts=1)
     for exchange in exchanges:
         check_memory(exchange)
-
-
-@pytest.mark.gpu_4
-def test_two_groups() -> None:
-    run_ranks(4, check_two_groups, device="cuda")
 
 
 def check_two_streams() -> None:

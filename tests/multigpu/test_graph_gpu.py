@@ -20,7 +20,7 @@ from tests.support.graph_checks import BATCHES, check_model, check_stack, new_ca
 from tests.support.launchers import GENERATE, run_together, torchrun
 from tests.support.layouts import dcp_config
 from tests.support.models import MLA_FAMILIES, WINDOW_FAMILIES, save_tiny
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 CUTS = [
     pytest.param(2, False, "a2a", id="dcp, a2a"),
@@ -208,7 +208,9 @@ def test_one_rank_runs_out_of_memory() -> None:
         assert message.endswith("on rank 1")
 
 
-def check_refusals(directory: Path) -> None:
+@pytest.mark.gpu
+@on_ranks(1, device="cuda")
+def test_refusals(tmp_path: Path) -> None:
     from tests.runtime.test_graph import DCP, MAX_MODEL_LEN, requests_of, step_of, sums
     from tests.support.hash_model import new_cache
 
@@ -229,11 +231,6 @@ def check_refusals(directory: Path) -> None:
             graph.run(*arguments)
     assert torch.equal(graph.run(token_ids, requests), expected)
     graph.release()
-
-
-@pytest.mark.gpu
-def test_refusals(tmp_path: Path) -> None:
-    run_ranks(1, check_refusals, tmp_path, device="cuda")
 
 
 @on_gpus(1, 2)

@@ -8,7 +8,7 @@ import pytest
 from tests.comm.test_exchange import check_combine, check_gathers
 from tests.integrations.test_load import check_loads
 from tests.integrations.test_transformers import check, make_cases
-from tests.parallel.test_collectives import check_values
+from tests.parallel.test_mesh import check_values
 from tests.support.deepseek_v41_files import save_v41
 from tests.support.gpus import on_gpus
 from tests.support.models import FAMILIES, save_tiny

@@ -8,20 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dcpmla.comm import direct_reduce
 from dcpmla.comm.calls import NormedSum
+from dcpmla.comm.direct_reduce import DirectReduce
 from dcpmla.comm.norm import add_norm, norm_rows
 from dcpmla.comm.reduce import CollectiveReduce, select_reduce
 from dcpmla.parallel.collectives import PeerFault
 from dcpmla.parallel.fp8 import quantize_rows
+from tests.support.direct_checks import assert_same_bits, check_replays, seconds_on_gpu
 from tests.support.gpus import on_gpus
 from tests.support.ranks import run_ranks
-
-pytest.importorskip("triton")
-
-from dcpmla.comm import direct_reduce  # noqa: E402
-from dcpmla.comm.direct_reduce import DirectReduce  # noqa: E402
-from tests.support.direct_checks import assert_same_bits, check_replays, seconds_on_gpu  # noqa: E402
-from tests.support.reduce_checks import EPS, assert_normed, check_memory, check_quantized, check_sums, draw  # noqa: E402
+from tests.support.reduce_checks import EPS, assert_normed, check_memory, check_quantized, check_sums, draw
 
 
 def here() -> torch.device:

@@ -7,12 +7,9 @@ import torch.distributed as dist
 from dcpmla.comm.faults import StepFaults
 from dcpmla.config import DCPConfig
 from dcpmla.parallel.collectives import PeerFault
+from tests.support.direct_checks import SHAPES, draw_own, exchange_all, exchange_on_gpu
 from tests.support.gpus import on_gpus
 from tests.support.ranks import run_ranks
-
-pytest.importorskip("triton")
-
-from tests.support.direct_checks import SHAPES, draw_own, exchange_all, exchange_on_gpu  # noqa: E402
 
 TIMEOUT, LATE_CYCLES = 1.0, 8_000_000_000  # seconds; cycles, four seconds or more
 

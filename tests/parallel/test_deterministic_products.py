@@ -24,10 +24,10 @@ from dcpmla.parallel.fp8 import fp8_linear, quantize_rows
 from dcpmla.parallel.linear import Linear, RowParallelLinear, shard
 from dcpmla.parallel.quantized import BlockFp8, Fp8Product
 from tests.parallel.test_fp8_linear import blocks, exact, quantized
+from tests.support.kernels import run_kernels
 from tests.support.ranks import run_ranks
 from tests.support.row_errors import largest_error
 from tests.support.rows_apart import assert_rows_apart, rows_differ
-from tests.support.shared_memory import interpret
 
 FP8 = torch.float8_e4m3fn
 
@@ -234,7 +234,7 @@ def test_segments() -> None:
     assert {width: segment_width(width) for width in widths} == widths
 
 
-def check_in_the_interpreter() -> None:
+def check_in_the_interpreter(device: str) -> None:
     for dtype, *sizes in (
         (torch.float16, 3, 40, 264),  # the interpreter does not multiply bfloat16
         (torch.float16, 70, 24, 128),
@@ -246,13 +246,13 @@ def check_in_the_interpreter() -> None:
         (torch.float32, 2, 24, 4352),
         (FP8, 5, 72, 4352),
     ):
-        check_kernel("cpu", dtype, *sizes)
+        check_kernel(device, dtype, *sizes)
     for dtype in (torch.float16, torch.float32, FP8):
-        check_forms("cpu", dtype, 70, 40, 4352)
+        check_forms(device, dtype, 70, 40, 4352)
 
 
 def test_kernel_in_the_interpreter() -> None:
-    interpret(check_in_the_interpreter)
+    run_kernels("cpu", check_in_the_interpreter)
 
 
 @pytest.mark.gpu

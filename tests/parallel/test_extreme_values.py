@@ -5,7 +5,6 @@ They run on a GPU, and in Triton's interpreter without one.
 
 import itertools
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -13,7 +12,7 @@ from dcpmla.attention.output import ops as output_ops
 from dcpmla.attention.output.formats import OutputQuant, TargetRows
 from dcpmla.parallel.quantized import BlockFp8, GroupFp8, dequantize, quantize_groups
 from tests.attention.test_output_formats import codes
-from tests.support.shared_memory import interpret
+from tests.support.kernels import on_both, run_kernels
 
 FP8 = torch.float8_e4m3fn
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -94,20 +93,6 @@ def check_weights(device: str) -> None:
         assert torch.equal(got.nan_to_num(0), expected.nan_to_num(0)), dtype
 
 
-def check_in_the_interpreter() -> None:
-    check_rows("cpu")
-    check_weights("cpu")
-
-
-def test_in_the_interpreter() -> None:
-    interpret(check_in_the_interpreter)
-
-
-@pytest.mark.gpu
-def test_rows() -> None:
-    check_rows("cuda")
-
-
-@pytest.mark.gpu
-def test_weights() -> None:
-    check_weights("cuda")
+@on_both
+def test_kernels(device: str) -> None:
+    run_kernels(device, check_rows, check_weights)

@@ -17,8 +17,8 @@ from dcpmla.parallel.fp8 import dequantize_blocks, fp8_linear
 from dcpmla.parallel.linear import Linear, RowParallelLinear, shard
 from dcpmla.parallel.quantized import BlockFp8, Fp8Product, GroupFp4, QuantizedRows, dequantize
 from tests.support.hopper import compile_source
+from tests.support.kernels import on_both, run_kernels
 from tests.support.ranks import run_ranks
-from tests.support.shared_memory import interpret
 
 FP8 = torch.float8_e4m3fn
 # A product of e4m3 by e4m3 has sums of float32 in each block, and is rounded once: less than bfloat16's own step.
@@ -80,9 +80,16 @@ def check_kernel(device: str, dtype: torch.dtype, num_tokens: int, num_rows: int
     assert not arrivals.any()
 
 
-def check_in_the_interpreter() -> None:
+def check_kernels(device: str) -> None:
     from dcpmla.parallel.kernels import quantize as kernels
 
+    if device == "cuda":
+        for num_tokens in (1, 8, 17, 33, 100, 300):
+            for num_rows, width in ((2112, 7168), (6144, 1536), (200, 128), (576, 384)):
+                check_kernel("cuda", torch.bfloat16, num_tokens, num_rows, width)
+            check_kernel("cuda", torch.float32, num_tokens, 512, 640)
+            check_kernel("cuda", torch.bfloat16, num_tokens, 2048, 4096, groups=2)
+        return
     check_kernel("cpu", torch.float16, 3, 72, 14 * 128)  # in parts of the columns
     check_kernel("cpu", torch.float32, 17, 256, 128, groups=2)
     check_kernel("cpu", torch.bfloat16, 131, 72, 256)
@@ -94,17 +101,9 @@ def check_in_the_interpreter() -> None:
     assert torch.equal(kernels.dequantize(*weight, torch.bfloat16), wanted[..., :128])
 
 
-def test_kernels_in_the_interpreter() -> None:
-    interpret(check_in_the_interpreter)
-
-
-@pytest.mark.gpu
-def test_kernels() -> None:
-    for num_tokens in (1, 8, 17, 33, 100, 300):
-        for num_rows, width in ((2112, 7168), (6144, 1536), (200, 128), (576, 384)):
-            check_kernel("cuda", torch.bfloat16, num_tokens, num_rows, width)
-        check_kernel("cuda", torch.float32, num_tokens, 512, 640)
-        check_kernel("cuda", torch.bfloat16, num_tokens, 2048, 4096, groups=2)
+@on_both
+def test_kernels(device: str) -> None:
+    run_kernels(device, check_kernels)
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ from dcpmla.parallel.quantized import BlockFp8, GroupFp8, dequantize
 from dcpmla.parallel.reformat import reorder_rows
 from tests.attention.test_decode_compile import compile_for_hopper
 from tests.parallel.test_fp8_linear import assert_near, blocks, compile_product, rows
-from tests.support.shared_memory import interpret
+from tests.support.kernels import on_both, run_kernels
 
 FP8 = torch.float8_e4m3fn
 
@@ -56,7 +56,13 @@ def check_kernel(
     assert torch.equal(kernels.dequantize_groups(*weight, torch.bfloat16).double(), exact(weight))
 
 
-def check_in_the_interpreter() -> None:
+def check_kernels(device: str) -> None:
+    if device == "cuda":
+        for num_tokens in (1, 8, 17, 33, 100, 300):
+            for num_rows, width in ((2112, 7168), (20480, 6144), (200, 128), (576, 384)):
+                check_kernel("cuda", torch.bfloat16, num_tokens, num_rows, width)
+            check_kernel("cuda", torch.bfloat16, num_tokens, 2048, 4096, num_groups=2)
+        return
     # The interpreter multiplies no bfloat16.
     check_kernel("cpu", torch.float32, 3, 72, 14 * 128)  # in parts of the columns
     check_kernel("cpu", torch.float32, 17, 256, 128, num_groups=2)
@@ -65,16 +71,9 @@ def check_in_the_interpreter() -> None:
     check_kernel("cpu", torch.float32, 0, 72, 256)
 
 
-def test_kernels_in_the_interpreter() -> None:
-    interpret(check_in_the_interpreter)
-
-
-@pytest.mark.gpu
-def test_kernels() -> None:
-    for num_tokens in (1, 8, 17, 33, 100, 300):
-        for num_rows, width in ((2112, 7168), (20480, 6144), (200, 128), (576, 384)):
-            check_kernel("cuda", torch.bfloat16, num_tokens, num_rows, width)
-        check_kernel("cuda", torch.bfloat16, num_tokens, 2048, 4096, num_groups=2)
+@on_both
+def test_kernels(device: str) -> None:
+    run_kernels(device, check_kernels)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 128])

@@ -1,10 +1,13 @@
-"""The mesh: each rank's groups, groups given by a serving stack, impossible sizes."""
+"""The mesh: each rank's groups, groups given by a serving stack, impossible sizes. Values of ranks as JSON."""
+
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from dcpmla import DCPMesh, init_mesh
 from dcpmla.job.bootstrap import agree
+from dcpmla.parallel.collectives import broadcast_value, gather_values
 from tests.support.ranks import run_ranks
 
 
@@ -62,3 +65,30 @@ def check_mistakes() -> str:
 
 def test_mistakes() -> None:
     assert run_ranks(3, check_mistakes) == ["rank 1 is unhappy"] * 3
+
+
+VALUES: list[Any] = [
+    {"a": [1, 2.5, None, True], "b": {"c": "x" * 5000}},
+    "",
+    "\ud800 \u00fc \U0001f600",
+    [-(1 << 70)],
+    0,
+]
+
+
+def check_values() -> None:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    assert gather_values(VALUES[rank], None, "a test") == VALUES[:num_ranks]
+    assert gather_values((rank, ()), None, "a test") == [[other, []] for other in range(num_ranks)]
+    for value in VALUES:
+        assert broadcast_value(value if rank == 0 else {"ignored": rank}, None, "a test") == value
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, num_ranks - 1, 2)]
+    if rank // 2 < len(pairs):
+        pair, first = pairs[rank // 2], rank // 2 * 2
+        assert gather_values(rank, pair, "a test") == [first, first + 1]
+        assert broadcast_value(rank, pair, "a test") == first
+
+
+def test_values_of_all_ranks() -> None:
+    run_ranks(5, check_values)
+    run_ranks(1, check_values)

@@ -1,56 +1,42 @@
-"""Plans of DeepSeek-V4: what its checkpoints weigh, what its caches take, what a step reads."""
+"""Plans of DeepSeek-V4, and of V4.1, whose layers share entries: what their checkpoints weigh, what their caches take,
+what a step reads.
+"""
 
 import json
 from collections import Counter
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from dcpmla.__main__ import main
-from dcpmla.attention.layers.compressed.cache import CompressedCache, CompressedPlan
-from dcpmla.cache.states import num_states
-from dcpmla.integrations.families.table import attention_of
-from dcpmla.planning.capacity import block_of, capacity_table, largest_cache
+from dcpmla.attention.layers.compressed.cache import CompressedPlan
+from dcpmla.config import DCPConfig
+from dcpmla.integrations.model_files import load_config
+from dcpmla.integrations.model_size import read_model
 from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.mixed import MixedSteps
 from dcpmla.planning.prefill import PrefillCosts
-from dcpmla.planning.recommend import cache_bytes, make_plan
-from dcpmla.planning.setting import Setting
+from dcpmla.planning.recommend import make_plan
 from dcpmla.planning.weights import ModelSize
-from tests.support.layouts import dcp_config
+from tests.support.deepseek_v41_files import save_v41
 from tests.support.plan_cases import CONFIGS, deployed, read_published, setting_of
-
-FORMATS = [(kv, index) for kv in ("bf16", "fp8_ds_mla") for index in ("auto", "fp8")]
 
 
 def read(name: str) -> ModelSize:
-    """Read DeepSeek-V4-Flash or -Pro."""
-    return read_published(f"deepseek_v4_{name}")
+    """Read DeepSeek-V4-Flash or -Pro, or DeepSeek-V4.1-Flash."""
+    return read_published(f"deepseek_{name}" if name.startswith("v") else f"deepseek_v4_{name}")
 
 
-def tiny_v4() -> Any:
-    """Every kind of layer; rows that fp8_ds_mla holds."""
-    sizes = {
-        **{"vocab_size": 192, "hidden_size": 48, "moe_intermediate_size": 32, "num_hidden_layers": 4},
-        **{"num_attention_heads": 8, "head_dim": 128, "qk_rope_head_dim": 64, "q_lora_rank": 24},
-        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "o_groups": 4, "o_lora_rank": 16},
-        **{"index_n_heads": 4, "index_head_dim": 64, "index_topk": 8, "sliding_window": 8, "hc_mult": 2},
-        "compress_ratios": [0, 4, 128, 4],
-        "num_hash_layers": 1,
-    }
-    return transformers.DeepseekV4Config(**sizes)
-
-
-@pytest.mark.parametrize(("name", "billions"), [("flash", 284), ("pro", 1600)])
-def test_parameters_are_as_published(name: str, billions: float) -> None:
-    total = sum(parameter.count * prod(parameter.shape) for parameter in read(name).parameters)
-    assert total / 1e9 == pytest.approx(billions, rel=0.02)
+@pytest.mark.parametrize(
+    ("name", "billions", "rel"), [("flash", 284, 0.02), ("pro", 1600, 0.02), ("v41_flash", 552, 9e-4)]
+)
+def test_parameters_are_as_published(name: str, billions: float, rel: float) -> None:
+    sizes = [p.count * prod(p.shape) for p in read(name).parameters if ".engram." not in p.name]
+    assert sum(sizes) / 1e9 == pytest.approx(billions, rel=rel)
 
 
 @pytest.mark.parametrize(("name", "expected"), [("flash", 4096), ("pro", 8192)])
@@ -78,66 +64,12 @@ def test_the_command_prints_states_and_what_prompts_that_begin_alike_reuse(
     assert reuse == {"block_tokens": 512, "least_state_tokens": 4096}
 
 
-def test_sharding_keeps_its_gain() -> None:
-    """Entries and index keys are both sharded, so 8 ranks hold 8 times as much.
-
-    Were index keys on every rank, fp8's 21 x 585 / 4 + 20 x 585 / 128 = 3,163 bytes of a token of Flash would be cut by
-    8, and the 21 x 132 / 4 = 693 of its keys by 1: 8 x 3,856 / (3,163 + 8 x 693) = 3.5 times as much.
-    """
-    model, room = read("flash"), 40 * 10**9
-    table = capacity_table(model.attention, room, 8, (1, 8), num_states=1)
-    assert len(table) == 2 * len(FORMATS)
-    for (kv, index), whole, shard in zip(FORMATS, table[::2], table[1::2], strict=True):
-        assert shard.tokens_total >= 7.5 * whole.tokens_total > 0
-        assert shard.bytes_per_rank <= room < replace(shard, num_blocks=shard.num_blocks + 1).bytes_per_rank
-        setting = Setting(tp=8, dcp=8, kv_cache_dtype=kv, index_cache_dtype=index)
-        plan, plain = (make_plan(Deployment(H200X8, model, s), 4, 65536) for s in (setting, replace(setting, dcp=1)))
-        assert plan.kv_tokens_total >= 7.5 * plain.kv_tokens_total > 0
-        assert plan.kv_bytes_per_token == plain.kv_bytes_per_token == shard.bytes_per_token
-        assert plan.bytes_per_state == plain.bytes_per_state > 0
-
-
 def test_bytes_of_a_token_and_of_a_state_by_hand() -> None:
     flash = make_plan(deployed(read("flash"), 8, 8, "fp8_ds_mla", index_cache_dtype="fp8"), 1, 4096)
     rows, keys = 21 * 585 / 4 + 20 * 585 / 128, 21 * 132 / 4
     assert flash.kv_bytes_per_token == -(-(rows + keys) // 1)
     windows, sums = 43 * 128 * 585, 4 * 3 * (21 * 2 * (512 + 128) + 20 * 512)
     assert flash.bytes_per_state == windows + sums
-
-
-@pytest.mark.parametrize(("kv_cache_dtype", "index_cache_dtype"), FORMATS)
-@pytest.mark.parametrize("dcp", [1, 4])
-def test_bytes_are_what_the_cache_allocates(kv_cache_dtype: str, index_cache_dtype: str, dcp: int) -> None:
-    layout = dcp_config(4, dcp, kv_cache_dtype=kv_cache_dtype, index_cache_dtype=index_cache_dtype)
-    block = block_of(attention_of(tiny_v4()), layout, 5)
-    plan = largest_cache(block, 10**6)
-    assert isinstance(plan, CompressedPlan)
-    allocated = CompressedCache(plan, torch.device("cpu"))
-    num_bytes = sum(tensor.nbytes for tensor in allocated.tensors)
-    assert num_bytes == plan.bytes_per_rank <= 10**6 < num_bytes + plan.bytes_per_block
-    # What plans tell users, in a cache in which a page or two do not count.
-    large = replace(plan, num_blocks=1 << 16)
-    told = large.num_blocks * large.bytes_per_block + large.num_states * large.bytes_per_state
-    assert told == pytest.approx(large.bytes_per_rank, rel=1e-3)
-
-
-def test_what_fits_is_what_the_cache_takes() -> None:
-    model = read("pro")
-    for dcp, batch, context in ((1, 3, 100_000), (8, 40, 500_000), (4, 1, 1_000_000)):
-        setting = Setting(tp=8, dcp=dcp, kv_cache_dtype="fp8_ds_mla")
-        plan = make_plan(Deployment(H200X8, model, setting), batch, context)
-        room = cache_bytes(H200X8, plan.weight_bytes_per_rank)
-
-        def fits(num_requests: int, seq_len: int, setting: Setting = setting, room: int = room) -> bool:
-            block = block_of(model.attention, setting.dcp_config, num_states(num_requests))
-            num_blocks = num_requests * -(-seq_len // block.block_tokens)
-            return replace(block, num_blocks=num_blocks).bytes_per_rank <= room
-
-        assert plan.fits == fits(batch, context)
-        assert fits(plan.max_num_seqs, context)
-        assert not fits(plan.max_num_seqs + 1, context)
-        assert fits(batch, plan.longest_context)
-        assert not fits(batch, plan.longest_context + 1)
 
 
 def test_a_step_reads_windows_and_entries() -> None:
@@ -189,3 +121,42 @@ def test_mistakes_are_one_line(options: list[str], message: str, capfd: pytest.C
     assert message in captured.err
     assert len(captured.err.strip().splitlines()) == 1
     assert captured.out == ""
+
+
+def test_tables_are_cut_and_not_read() -> None:
+    """A rank of eight has 25 GB of both tables, of which a step reads a few rows."""
+    assert round(read("v41_flash").weight_bytes(8)["embedding"] / 1e9) == round(
+        (768_022_850 * 264 / 8 + 2 * 129280 * 5120) / 1e9
+    )
+
+
+def test_bytes_of_shared_entries_by_hand() -> None:
+    """Three caches of entries of two tokens, one of one; windows of 40 layers; an id of each token on each rank."""
+    plan = make_plan(deployed(read("v41_flash"), 8, 8, "fp8_ds_mla", index_cache_dtype="fp8"), 1, 4096)
+    assert plan.kv_bytes_per_token == -(-(3 / 2 + 1) * (585 + 132) // 1) + 8 * 4
+    assert plan.bytes_per_state == 40 * 128 * 585 + 4 * 4 * 3 * 512
+    plain = make_plan(deployed(read("v41_flash"), 8, 1), 1, 4096)
+    assert plain.kv_bytes_per_token == (3 / 2 + 1) * 2 * (512 + 128) + 4
+
+
+def test_a_step_reads_windows_and_shared_entries() -> None:
+    """By two layers with windows alone; indexers and readers of entries of two tokens; the source of candidate blocks,
+    readers and later indexers of entries of one.
+    """
+    reads = [layer.reads(1 << 20) for layer in read("v41_flash").attention.layers]
+    counts = Counter((each.num_rows, each.num_keys) for each in reads)
+    assert counts == {(128, 0): 2, (640, 1 << 19): 3, (640, 0): 30, (640, 1 << 20): 5}
+
+
+@pytest.mark.parametrize("dcp_size", [1, 2])
+def test_shared_entries_are_allocated_once(dcp_size: int, tmp_path: Path) -> None:
+    save_v41(tmp_path)
+    attention = read_model(load_config(tmp_path)).attention
+    dcp = DCPConfig(tensor_parallel_size=2, decode_context_parallel_size=dcp_size, block_size=8)
+    plan = attention.plan_cache(dcp, [200], torch.float32, num_states=64)
+    assert isinstance(plan, CompressedPlan)
+    cache = plan.allocate(torch.device("cpu"))
+    assert sum(tensor.nbytes for tensor in cache.tensors) == plan.bytes_per_rank
+    assert cache[2].latents is cache[1].latents
+    assert cache[5].index_keys is cache[3].index_keys
+    assert plan.bytes_per_block == (8 // 2 + 8) * (16 + 16) * 4

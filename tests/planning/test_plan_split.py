@@ -106,22 +106,6 @@ def test_servers_that_do_both_by_hand() -> None:
     assert often.time_per_token_p99_us == pytest.approx(50_000 + 100 * high)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [  # (tp, dcp) of both servers; what a rank sends and gets of a prompt of 80 MB
-        ((1, 1, 1, 1), (80e6, 80e6)),
-        ((2, 2, 1, 1), (40e6, 80e6)),
-        ((2, 1, 4, 1), (160e6, 80e6)),  # two ranks get all rows from each replica
-        ((4, 1, 2, 2), (40e6, 40e6)),  # two of four replicas send
-        ((4, 2, 8, 8), (20e6, 10e6)),
-        ((1, 1, 4, 2), (160e6, 40e6)),
-    ],
-)
-def test_bytes_of_a_transfer(sizes: tuple[int, ...], expected: tuple[float, float]) -> None:
-    source, target = FakeServer(tp=sizes[0], dcp=sizes[1]), FakeServer(tp=sizes[2], dcp=sizes[3])
-    assert transfer_bytes(source, target, 1000) == expected
-
-
 @given(source=st.sampled_from(TP_DCP), target=st.sampled_from(TP_DCP))
 def test_the_busiest_sender(source: tuple[int, int], target: tuple[int, int]) -> None:
     """A rank t of T reads from replica t x replicas // T, from all its ranks alike."""

@@ -1,5 +1,8 @@
-"""The planner against measured tables, real checkpoints and real caches."""
+"""The planner against measured tables, real checkpoints and real caches, and decode steps of whole models as `bench
+generate` measured them.
+"""
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -14,22 +17,21 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dcpmla.bench.geometries import config_of
 from dcpmla.bench.plots import select
-from dcpmla.cache.latent import LatentCache
+from dcpmla.cache.states import num_states
 from dcpmla.comm import nccl
-from dcpmla.config import DCPConfig
 from dcpmla.integrations.model_size import read_model
 from dcpmla.parallel import collectives
 from dcpmla.planning.capacity import capacity_table
 from dcpmla.planning.deployment import Deployment, attention_us
 from dcpmla.planning.exchange import ExchangeCosts
 from dcpmla.planning.machine import COLLECTIVES, H200X8, Collective, Machine
-from dcpmla.planning.measured import predict_row, read_rows
+from dcpmla.planning.measured import calibrate, predict_row, read_rows
 from dcpmla.planning.parameter import Parameter
 from dcpmla.planning.recommend import make_plan
 from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
-from tests.support.models import tiny_config
 from tests.support.plan_cases import (
     BEST_ATTENTION,
     COMBINE_OF_8,
@@ -37,11 +39,13 @@ from tests.support.plan_cases import (
     NCCL,
     NUM_TOKENS,
     RESULTS,
-    deployed,
     make_plans,
     read_glm5,
+    read_published,
     read_v3,
+    read_v4,
     read_v32,
+    setting_of,
     within,
 )
 
@@ -185,28 +189,23 @@ def test_an_uneven_cut_counts_the_fullest_rank() -> None:
     assert blocks.shard_bytes(4) == 256 * 3 * 128 + 2 * 3 * 4
 
 
-def test_longcat_has_two_caches_a_layer() -> None:
-    config = tiny_config("longcat_flash")
-    assert read_model(config).attention.num_layers == 2 * config.num_layers
-
-
-@pytest.mark.parametrize(("kv_cache_dtype", "num_bytes"), [("bf16", 1152), ("fp8", 576), ("fp8_ds_mla", 656)])
-def test_bytes_of_a_cache_row(kv_cache_dtype: str, num_bytes: int, v3: ModelSize) -> None:
-    assert v3.attention.layers[0].row_bytes(kv_cache_dtype) == num_bytes
-    plan = make_plan(Deployment(H200X8, v3, Setting(tp=8, dcp=1, kv_cache_dtype=kv_cache_dtype)), 1, 4096)
-    assert plan.kv_bytes_per_token == 61 * num_bytes
-
-
-@given(dcp=st.sampled_from([1, 2, 4, 8]), batch=st.integers(1, 64), context=st.integers(1, 300_000))
-def test_what_fits_is_what_the_cache_takes(dcp: int, batch: int, context: int) -> None:
-    model = read_v3()
-    plan = make_plan(deployed(model, 8, dcp), batch, context)
+@given(
+    read=st.sampled_from([read_v3, partial(read_published, "deepseek_v4_pro")]),
+    dcp=st.sampled_from([1, 2, 4, 8]),
+    kv_cache_dtype=st.sampled_from(["bf16", "fp8_ds_mla"]),
+    batch=st.integers(1, 64),
+    context=st.integers(1, 1_000_000),
+)
+def test_what_fits_is_what_the_cache_takes(
+    read: Callable[[], ModelSize], dcp: int, kv_cache_dtype: str, batch: int, context: int
+) -> None:
+    model, setting = read(), setting_of(8, dcp, kv_cache_dtype)
+    plan = make_plan(Deployment(H200X8, model, setting), batch, context)
     room = H200X8.memory_bytes * (1 - H200X8.workspace_share) - plan.weight_bytes_per_rank
 
     def fits(num_requests: int, seq_len: int) -> bool:
-        layout = DCPConfig(tensor_parallel_size=8, decode_context_parallel_size=dcp)
-        cache = model.attention.plan_cache(layout, [seq_len] * num_requests, torch.bfloat16)
-        return cache.bytes_per_rank <= room
+        lens, states = [seq_len] * num_requests, num_states(num_requests)
+        return model.attention.plan_cache(setting.dcp_config, lens, torch.bfloat16, states).bytes_per_rank <= room
 
     assert plan.fits == fits(batch, context)
     assert plan.longest_context == 0 or fits(batch, plan.longest_context)
@@ -216,25 +215,109 @@ def test_what_fits_is_what_the_cache_takes(dcp: int, batch: int, context: int) -
     assert plan.kv_tokens_total == plan.kv_tokens_per_rank * dcp
 
 
-@pytest.mark.parametrize("read", [read_v32, read_glm5])
-def test_sharding_keeps_its_gain_with_index_caches(read: Callable[[], ModelSize]) -> None:
-    """The capacity table and the plans beside the bytes of a block that is there."""
+@pytest.mark.parametrize(
+    ("read", "kv_cache_dtypes", "gain"),
+    [
+        (read_v32, ("bf16", "fp8", "fp8_ds_mla"), 7.8),
+        (read_glm5, ("bf16", "fp8", "fp8_ds_mla"), 7.8),
+        (read_v4, ("bf16", "fp8_ds_mla"), 7.5),
+    ],
+)
+def test_sharding_keeps_its_gain(read: Callable[[], ModelSize], kv_cache_dtypes: tuple[str, ...], gain: float) -> None:
+    """Entries and index keys are both sharded: 8 ranks hold 8 times as much. Were index keys on every rank, it would be
+    3.5 times as much of DeepSeek-V4-Flash in fp8. The capacity table, and the plans beside it.
+    """
     model, room, machine = read(), 40 * 10**9, replace(H200X8, memory_bytes=1 << 40)
-    (num_indexers,) = (p.count for p in model.parameters if p.name.endswith("indexer.wk.weight"))
-    assert model.attention.num_index_layers == num_indexers == {61: 61, 78: 21}[model.attention.num_layers]
-    table = capacity_table(model.attention, room, 8, (1, 8))
-    formats = [(kv, index) for kv in ("bf16", "fp8", "fp8_ds_mla") for index in ("auto", "fp8")]
+    table = capacity_table(model.attention, room, 8, (1, 8), num_states=1)
+    formats = [(kv, index) for kv in kv_cache_dtypes for index in ("auto", "fp8")]
+    assert len(table) == 2 * len(formats)
     for (kv, index), whole, shard in zip(formats, table[::2], table[1::2], strict=True):
-        assert shard.tokens_total >= 7.8 * whole.tokens_total
+        assert shard.tokens_total >= gain * whole.tokens_total > 0
+        assert shard.bytes_per_rank <= room < replace(shard, num_blocks=shard.num_blocks + 1).bytes_per_rank
         setting = Setting(tp=8, dcp=8, kv_cache_dtype=kv, index_cache_dtype=index, num_gpus=8)
         plan, plain = (make_plan(Deployment(machine, model, s), 1, 4096) for s in (setting, replace(setting, dcp=1)))
-        assert plan.kv_tokens_total >= 7.8 * plain.kv_tokens_total > 0
+        assert plan.kv_tokens_total >= gain * plain.kv_tokens_total > 0
         assert asdict(setting).items() <= asdict(plan).items()
-        assert plan.kv_bytes_per_token == shard.bytes_per_token
-        block = LatentCache(replace(shard, num_blocks=1), torch.device("cpu"))
-        index_keys = [layer.index_keys for layer in block if layer.index_keys is not None]
-        assert len(index_keys) == num_indexers
-        assert {keys.nbytes for keys in index_keys} == {64 * {"auto": 256, "fp8": 132}[index]}
-        num_bytes = sum(memory.nbytes for memory in block.tensors)
-        assert num_bytes == 64 * shard.bytes_per_token
-        assert shard.num_blocks == room // num_bytes
+        assert plan.kv_bytes_per_token == plain.kv_bytes_per_token == shard.bytes_per_token
+        assert plan.bytes_per_state == plain.bytes_per_state
+        block = replace(shard, num_blocks=1).allocate(torch.device("cpu"))
+        keys = [layer.index_keys for layer in block if layer.index_keys is not None]
+        assert len(keys) == {61: 61, 78: 21, 43: 21}[model.attention.num_layers]
+        if read is not read_v4:
+            assert {part.nbytes for part in keys} == {64 * {"auto": 256, "fp8": 132}[index]}
+            assert sum(memory.nbytes for memory in block.tensors) == 64 * shard.bytes_per_token
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+STEP = {"mode": "graph", "exchange": "direct", "kv_cache_dtype": "bf16", "index_cache_dtype": "auto"}
+STEP |= {"enable_expert_parallel": False, "input_len": 8192}
+
+
+def read_size(model: str, weights: str, vocab_size: int) -> ModelSize:
+    """Sizes of the models in results' step*.json: V2-Lite whole, four of DeepSeek-V3's layers, or eight of V4's."""
+    if model == "v2lite":
+        return read_model(config_of("v2-lite", dtype="bfloat16"))
+    if model == "v4":
+        ratios = [0, 0, 4, 128, 4, 128, 4, 128]
+        config = config_of("deepseek-v4-flash", num_hidden_layers=8, compress_ratios=ratios, dtype="bfloat16")
+        config.quantization_config = {**FP8, "expert_dtype": "fp4"}
+        return read_model(config)
+    sizes = {"num_hidden_layers": 4, "first_k_dense_replace": 1, "n_routed_experts": 256 if "256" in model else 64}
+    config = config_of("deepseek-v3", vocab_size=vocab_size, dtype="bfloat16", **sizes)
+    if weights == "fp8":
+        config.quantization_config = FP8
+    return read_model(config)
+
+
+@pytest.mark.parametrize(
+    ("path", "vocab_size", "num_rows"),
+    [
+        ("h200/step.json", 16384, 12),
+        ("h200/step_v3_bf16.json", 16384, 4),
+        ("h200/step_32k.json", 16384, 2),
+        ("h200/step_v4.json", 129280, 3),
+        ("h200x2/step.json", 129280, 8),
+        ("h200x4/step.json", 129280, 8),
+    ],
+)
+def test_the_preset_predicts_the_steps_that_were_measured(path: str, vocab_size: int, num_rows: int) -> None:
+    rows = json.loads((RESULTS / path).read_text())["rows"]
+    rows = [row for row in rows if "device_us" in row]
+    assert len(rows) >= num_rows
+    for row in rows:
+        model = read_size(row["model"], row["weights"], 129280 if "256" in row["model"] else vocab_size)
+        setting = Setting(tp=row["tp"], dcp=row["dcp"], kv_cache_dtype="bf16")
+        predicted = Deployment(H200X8, model, setting).step_us(row["batch"], row["input_len"])["total"]
+        assert within(predicted / row["device_us"], 1, {"v2lite": 1.15, "v4": 1.2}.get(row["model"], 1.1))
+
+
+def rows_of(machine: Machine, model: ModelSize) -> list[dict[str, Any]]:
+    rows = []
+    for tp, dcp in ((1, 1), (4, 1), (8, 8)):
+        for batch in (1, 8, 128):
+            row = {**STEP, "num_parameters": model.num_parameters, "tp": tp, "dcp": dcp, "batch": batch}
+            rows.append({**row, "device_us": predict_row(machine, model, row | {"device_us": 1.0})})
+    return rows
+
+
+def test_steps_calibrate_products() -> None:
+    model = read_size("v3", "fp8", 129280)
+    other = replace(H200X8, product_us=11.0, product_read_share=0.7)
+    found = calibrate(H200X8, model, rows_of(other, model))
+    assert found.product_us == pytest.approx(11, rel=0.05)
+    assert found.product_read_share == pytest.approx(0.7, rel=0.05)
+    assert found.packed_read_share == H200X8.packed_read_share  # no row depends on it
+
+
+def test_steps_that_have_no_prediction() -> None:
+    """Those of other models and with drafts."""
+    model = read_size("v3", "fp8", 129280)
+    row = rows_of(H200X8, model)[0]
+    assert predict_row(H200X8, model, row) is not None
+    for change in (
+        {"num_parameters": 1},
+        {"acceptance": 0.8},
+        {"dcp_q_replicate": True},
+        {"decode_query_dtype": "fp8"},
+    ):
+        assert predict_row(H200X8, model, row | change) is None

@@ -121,24 +121,20 @@ def test_a_prompt_that_has_left_host_memory_comes_from_the_disk(open_disk: Any, 
     engine.close()
 
 
-def test_a_conversation_continues_after_a_restart(tmp_path: Path) -> None:
-    """Also its last blocks, which nothing has pushed out of the cache."""
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_conversation_continues_after_a_restart(is_killed: bool, tmp_path: Path) -> None:
+    """Also its last blocks, which nothing has pushed out of the cache. A killed server loses nothing that was computed
+    before it was idle.
+    """
     engine = make_engine(40, num_host_blocks=40, open_disk=threaded_disk(tmp_path, 40))
-    conversation = PROMPT + answer(engine, PROMPT, num_new=9)[0].token_ids
-    engine.close()
-    engine = make_engine(40, num_host_blocks=40, open_disk=threaded_disk(tmp_path, 40))
+    conversation, path = PROMPT + answer(engine, PROMPT, num_new=9)[0].token_ids, tmp_path
+    if is_killed:
+        settle(engine)
+        path = shutil.copytree(tmp_path, tmp_path / "copy")  # a kill leaves the same files
+    else:
+        engine.close()
+    engine = make_engine(40, num_host_blocks=40, open_disk=threaded_disk(path, 40))
     assert answer(engine, [*conversation, 1, 2, 3])[0].num_cached_tokens == (len(conversation) - 1) // BLOCK * BLOCK
-    engine.close()
-
-
-def test_an_idle_engine_writes_all_blocks(tmp_path: Path) -> None:
-    """A killed server loses nothing that was computed before it was idle."""
-    engine = make_engine(40, num_host_blocks=40, open_disk=threaded_disk(tmp_path, 40))
-    answer(engine, PROMPT)
-    settle(engine)
-    shutil.copytree(tmp_path, tmp_path / "copy")  # a kill leaves the same files
-    engine = make_engine(40, num_host_blocks=40, open_disk=threaded_disk(tmp_path / "copy", 40))
-    assert answer(engine, PROMPT)[0].num_cached_tokens == FULL
     engine.close()
 
 

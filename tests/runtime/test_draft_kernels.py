@@ -6,14 +6,13 @@ They run on a GPU, in Triton's interpreter without one, and are compiled for Hop
 import random
 from itertools import accumulate
 
-import pytest
 import torch
 
 from dcpmla.runtime.acceptance import Compared, verify
 from dcpmla.runtime.drafts import NO_DRAFT
 from dcpmla.runtime.ngram import Texts, lookup
 from tests.attention.test_small_kernels import compile_for_hopper
-from tests.support.shared_memory import run_interpreted
+from tests.support.kernels import on_both, run_kernels
 
 
 def check_lookup(device: str) -> None:
@@ -62,19 +61,9 @@ def check_verification(device: str) -> None:
         assert expected.num_accepted.tolist() == nums  # the last ones were all right
 
 
-def check_in_the_interpreter() -> None:
-    check_lookup("cpu")
-    check_verification("cpu")
-
-
-def test_in_the_interpreter() -> None:
-    run_interpreted(1, check_in_the_interpreter)
-
-
-@pytest.mark.gpu
-def test_on_a_gpu() -> None:
-    check_lookup("cuda")
-    check_verification("cuda")
+@on_both
+def test_kernels(device: str) -> None:
+    run_kernels(device, check_lookup, check_verification)
 
 
 def test_they_compile_for_hopper() -> None:

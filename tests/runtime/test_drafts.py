@@ -1,5 +1,9 @@
-"""Drafts change the number of steps, and nothing else."""
+"""Drafts change the number of steps, and nothing else. The drafter of MTP over a model that checks its cache."""
 
+import gc
+import random
+import weakref
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,12 +12,19 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch import Tensor
 
+from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.cache.blocks import BlockAllocator
+from dcpmla.cache.latent import LatentCache
+from dcpmla.config import DCPConfig
 from dcpmla.runtime.acceptance import Acceptance, Payoff, StepTime
 from dcpmla.runtime.batch import Piece
 from dcpmla.runtime.drafts import NO_DRAFT, Drafter
+from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.in_flight import InFlightStep
+from dcpmla.runtime.mtp import MtpDrafter
 from dcpmla.runtime.ngram import NgramDrafter, find_following
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
@@ -21,14 +32,17 @@ from dcpmla.runtime.scheduler import Scheduler
 from dcpmla.runtime.speculation import Speculation
 from tests.runtime.test_engine import check_limits, check_totals
 from tests.support.engine_loads import Load, loads, serve
+from tests.support.engines import new_engine
 from tests.support.hash_model import (
     BLOCK,
+    MESH,
     VOCAB_SIZE,
     HashDrafter,
     HashModel,
     alone_ignoring_eos,
     answer,
     make_engine,
+    new_cache,
 )
 
 DRAFTS = {"num_drafts": st.integers(1, 6), "share": st.sampled_from([0.0, 0.5, 0.9, 1.0]), "seed": st.integers(0, 99)}
@@ -51,21 +65,25 @@ def test_every_request_gets_what_it_gets_alone(
 
 
 @given(load=loads(most=6), **DRAFTS)
-def test_draws_are_those_without_drafts_and_graphs(load: Load, num_drafts: int, share: float, seed: int) -> None:
-    """In steps that are launched ahead of how many random numbers are used up, greedy requests among them."""
+def test_every_request_draws_what_it_draws_alone(load: Load, num_drafts: int, share: float, seed: int) -> None:
+    """In steps that are launched ahead of how many random numbers are used up, greedy requests among them. A preempted
+    request keeps the token under way, and gets no other in its place.
+    """
 
-    def outcome(**options: Any) -> list[tuple[list[int], str | None]]:
+    def outcome(names: Sequence[int], **options: Any) -> list[tuple[list[int], str | None]]:
         engine, requests = make_engine(*load.limits, **options), list[Request]()
-        for index, ask in enumerate(load.asks):
-            params = SamplingParams(max_new_tokens=ask.num_new, temperature=40.0 * (index % 3), seed=index)
+        for name in names:
+            ask = load.asks[name]
+            params = SamplingParams(max_new_tokens=ask.num_new, temperature=40.0 * (name % 3), seed=name)
             requests.append(engine.add(ask.prompt, params))
         assert len(list(engine.run())) == len(requests)
         assert engine.allocator.num_free == load.num_blocks
         return [(request.token_ids, request.finish_reason) for request in requests]
 
-    plain, drafter = outcome(), HashDrafter(num_drafts, share, seed, ahead=True)
-    assert outcome(with_graph=True) == plain
-    assert outcome(with_graph=True, drafter=drafter) == plain
+    everyone, drafter = range(len(load.asks)), HashDrafter(num_drafts, share, seed, ahead=True)
+    alone = [outcome([name])[0] for name in everyone]
+    assert outcome(everyone) == outcome(everyone, with_graph=True) == alone
+    assert outcome(everyone, with_graph=True, drafter=drafter) == alone
 
 
 def test_right_drafts_save_steps() -> None:
@@ -85,24 +103,6 @@ def test_wrong_drafts_count_as_computed_nowhere() -> None:
     answer(engine, [1, 2], num_new=8, ignore_eos=True)
     assert (engine.stats.num_draft_tokens, engine.stats.num_accepted_tokens) == (3 * 4 + 2 + 1, 0)  # fewer at the end
     assert engine.stats.num_decode_tokens == 7
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
-def test_sampling_draws_what_it_draws_without_drafts(share: float, ahead: bool) -> None:
-    """So its distribution is that of sampling, to the token; wide batches, too, whose rows are drawn in parts."""
-    params = [SamplingParams(max_new_tokens=20, temperature=1.0 + index, seed=index, top_k=9) for index in range(24)]
-
-    def tokens(drafter: Drafter | None) -> list[list[int]]:
-        limits = {"num_blocks": 200, "max_num_seqs": 24, "max_num_batched_tokens": 300}
-        engine = make_engine(**limits, with_graph=ahead, drafter=drafter)
-        requests = [engine.add([index], param, keep_logits=True) for index, param in enumerate(params)]
-        list(engine.run())
-        assert all(len(request.logits) == len(request.token_ids) for request in requests)
-        return [request.token_ids for request in requests]
-
-    drafter = HashDrafter(4, share, ahead=ahead)
-    assert tokens(drafter) == tokens(None)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -184,10 +184,12 @@ def test_drafts_past_a_rejected_one_say_nothing() -> None:
     assert acceptance.metrics()["mean_accepted_length"] == 2
 
 
-def test_large_batches_draft_nothing() -> None:
+def test_who_wants_drafts() -> None:
+    """Neither large batches nor requests that cannot draft, for which the host would wait for the step under way."""
     speculation = Speculation(HashDrafter(3, 1.0, always=True))
     request = Request([1], SamplingParams())
     assert [speculation.num_wanted([request] * num_running) for num_running in (1, 64, 65)] == [3, 3, 0]
+    assert speculation.num_wanted([Request([1], SamplingParams(presence_penalty=1.0))]) == 0
 
 
 @pytest.mark.parametrize("is_preempted", [False, True])
@@ -207,12 +209,6 @@ def test_drafts_that_are_being_verified_have_blocks() -> None:
     scheduler.running.append(request)
     assert scheduler.grow(request)
     assert len(request.block_ids) == 2
-
-
-def test_requests_that_cannot_draft_want_no_drafts() -> None:
-    """The host would wait for the step under way."""
-    speculation, params = Speculation(HashDrafter(3, 1.0, always=True)), SamplingParams(presence_penalty=1.0)
-    assert speculation.num_wanted([Request([1], params)]) == 0
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 5))
@@ -251,6 +247,12 @@ def test_lookups_draft_where_a_text_repeats_itself(with_graph: bool) -> None:
         assert request.token_ids == [(prompt[-1] + 1 + token) % 10 for token in range(num)]
     assert engine.stats.num_accepted_tokens == engine.stats.num_draft_tokens > 75  # no match, no drafts
     assert engine.allocator.num_free == 90
+    gone = [weakref.ref(request) for request in requests]
+    del request, requests
+    engine.add([1], SamplingParams(max_new_tokens=2))  # the engine has the last step
+    list(engine.run())
+    gc.collect()
+    assert [reference() for reference in gone] == [None] * 3
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -271,3 +273,76 @@ def test_a_step_with_drafts_is_waited_for_where_it_has_to_be(
     assert temperature or request.token_ids == alone_ignoring_eos([1, 2, 3], 30)
     is_ahead = ["launch", "launch", *["wait", "launch"] * (len(seen) // 2 - 1), "wait", "wait"][: len(seen)]
     assert (seen[:-4] == is_ahead[: len(seen) - 4]) == (ahead is None or (ahead and with_graph))
+
+
+class HashModelWithMtp(HashModel):
+    """Its module looks at shapes alone, and drafts what comes along."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden_rows = torch.zeros(256, 4)
+
+    def join(self, token_ids: Tensor, hidden_states: Tensor) -> Tensor:
+        return torch.cat([token_ids[:, None].float().expand(-1, 4), hidden_states], -1)
+
+    def predict(self, rows: Tensor, metadata: Any, cache: LatentCache) -> Tensor:
+        assert len(rows) == metadata.num_tokens
+        return rows[:, :4].clone()
+
+    def draft(self, hidden_states: Tensor, metadata: Any, cache: LatentCache) -> Tensor:
+        return (7 * hidden_states[:, 0].long() + torch.arange(len(hidden_states))) % VOCAB_SIZE
+
+
+class Always(MtpDrafter):
+    drafts_always = True
+
+
+def make_mtp_engine(
+    num_drafts: int,
+    num_blocks: int,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    model: HashModelWithMtp | None = None,
+) -> Engine:
+    model, cache = model or HashModelWithMtp(), new_cache(num_blocks)
+    dcp = DCPConfig(block_size=BLOCK, context_workspace_tokens=BLOCK * 16)
+    limits = cache, StepBuilder(dcp, 0), MESH, min(max_num_seqs, max_num_batched_tokens), 100
+    graph = StepGraph.decodes(model.decode, torch.tensor(0), *limits, 1 + num_drafts)
+    module = StepGraph.decodes(model.predict, torch.zeros(8), *limits, 1 + num_drafts)
+    chain = StepGraph.decodes(model.draft, torch.zeros(4), *limits, num_drafts)
+    drafter = Always(num_drafts, model, cache, MESH, module, chain)
+    return new_engine(model, cache, dcp, MESH, 100, max_num_batched_tokens, max_num_seqs, graph=graph, drafter=drafter)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_mtp_takes_any_load(seed: int) -> None:
+    rng = random.Random(seed)
+    engine = make_mtp_engine(
+        rng.randint(1, 6), rng.randint(8, 40), rng.choice([3, 7, 16, 64]), rng.choice([1, 2, 4, 16])
+    )
+    requests = []
+    for _ in range(rng.randint(1, 9)):
+        prompt = rng.choices(range(3), k=rng.randint(1, 12))
+        requests.append(engine.add(prompt, SamplingParams(max_new_tokens=rng.randint(1, 18), ignore_eos=True)))
+        for _ in range(rng.randint(0, 3)):
+            engine.step()
+    list(engine.run())
+    for request in requests:
+        assert request.token_ids == alone_ignoring_eos(request.prompt_token_ids, request.params.max_new_tokens)
+
+
+def test_mtp_drafts_after_the_last_token_that_was_accepted() -> None:
+    """All drafts are wrong, and the next step is launched before that is known."""
+    first_positions: list[int] = []
+
+    class Wrong(HashModelWithMtp):
+        def draft(self, hidden_states: Tensor, metadata: Any, cache: LatentCache) -> Tensor:
+            first_positions.append(int(metadata.tokens.positions[0]))
+            return torch.full((len(hidden_states),), VOCAB_SIZE - 2)
+
+    engine = make_mtp_engine(3, 90, 64, 16, Wrong())
+    (request,) = answer(engine, [1, 2, 3, 4, 5], num_new=9, ignore_eos=True)
+    assert VOCAB_SIZE - 2 not in request.token_ids
+    starts = sorted(set(first_positions))
+    assert starts == list(range(starts[0], starts[0] + len(starts)))
+    assert starts[-1] < len(request.prompt_token_ids) + 9

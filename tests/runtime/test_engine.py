@@ -1,4 +1,6 @@
-"""The engine under random loads: every request gets the tokens that it gets alone, and no block is lost."""
+"""The engine under random loads: every request gets the tokens that it gets alone, and no block is lost. Steps are
+launched before the tokens of the step before them are on the host, and nobody sees that they are.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,12 +11,12 @@ import pytest
 from hypothesis import given
 
 from dcpmla.parallel.collectives import PeerFault
+from dcpmla.runtime.batch import Batch
 from dcpmla.runtime.engine import Engine
-from dcpmla.runtime.in_flight import StepEvents
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.engine_loads import Load, loads, serve
-from tests.support.hash_model import BLOCK, Clock, HashModel, alone_ignoring_eos, answer, drive, make_engine
+from tests.support.hash_model import BLOCK, EOS, Clock, HashModel, alone, alone_ignoring_eos, answer, drive, make_engine
 
 
 @given(load=loads())
@@ -105,9 +107,10 @@ def test_arrival_times_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(num_blocks=50)
     params = SamplingParams(max_new_tokens=1)
     # Whoever comes first does not wait for those that were added before it.
-    last, now, second, twin = (
-        engine.add([index], params, arrival_time=at) for index, at in enumerate([90.5, None, 30, 30])
+    last, gone, now, second, twin = (
+        engine.add([index], params, arrival_time=at) for index, at in enumerate([90.5, None, None, 30, 30])
     )
+    engine.abort(gone)
     steps: list[str] = []
     engine.on_step = steps.append
     assert list(engine.run()) == [now, second, twin, last]
@@ -118,14 +121,6 @@ def test_arrival_times_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         assert request.metrics()["queue_seconds"] == request.scheduled_time - request.arrival_time
     assert steps[0].startswith("prefill step 0 (1 requests, 1 tokens)")
     assert "waiting for the next request" in steps
-
-
-def test_arrivals_keep_their_order_when_the_first_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    Clock(monkeypatch)
-    engine = make_engine(num_blocks=50)
-    late, first, early = (engine.add([1], SamplingParams(max_new_tokens=1), arrival_time=at) for at in (90, None, 30))
-    engine.abort(first)
-    assert list(engine.run()) == [early, late]
 
 
 def test_times_are_those_of_the_first_token_and_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,13 +174,6 @@ def test_no_token_of_a_failed_step_is_given_out(with_graph: bool) -> None:
     assert given == request.token_ids == alone_ignoring_eos([1, 2, 3], 2)
 
 
-def test_without_requests_a_step_does_nothing() -> None:
-    engine = make_engine(num_blocks=5)
-    assert engine.step() == StepEvents([], [])
-    assert list(engine.run()) == []
-    assert engine.stats.num_steps == 0
-
-
 def test_new_tokens_end_where_the_model_does() -> None:
     engine = make_engine(num_blocks=50, max_model_len=10)
     requests = [engine.add(list(range(num)), SamplingParams(max_new_tokens=50, ignore_eos=True)) for num in (1, 4, 9)]
@@ -228,3 +216,58 @@ def test_who_was_refused_is_searched_for_again_when_blocks_come_free_or_are_reme
         0: 1,
         3: 5,
     }  # when it came, at each of the three blocks that the other one filled, when that one was done
+
+
+PARAMS = SamplingParams(max_new_tokens=4, ignore_eos=True)
+STOPPED = next([index] for index in range(EOS) if 3 <= len(alone([index], 12)) < 12)  # a prompt that comes to its end
+
+
+def test_a_step_goes_on_with_the_same_requests_in_the_same_order() -> None:
+    requests, batch = [Request([1], PARAMS) for _ in range(3)], Batch(budget=10)
+    for request in requests:
+        batch.add(request, 1)
+    batch.num_absorbed = 3
+    assert batch.goes_on(requests)
+    assert not batch.goes_on(requests[::-1])
+    assert not batch.goes_on(requests[:2])
+
+
+def test_nothing_is_computed_past_a_known_end() -> None:
+    engine = make_engine(num_blocks=50)
+    requests = [
+        engine.add([index, 1, 2], SamplingParams(max_new_tokens=index + 1, ignore_eos=True)) for index in range(4)
+    ]
+    list(engine.run())
+    model: Any = engine.model
+    assert sum(map(sum, model.steps)) == sum(request.num_tokens - 1 for request in requests)
+
+
+def test_the_token_past_a_stop_is_thrown_away() -> None:
+    """The last step computes the token that stopped the request, and samples one that nobody gets."""
+    engine, given = make_engine(num_blocks=50), list[int]()
+    expected = alone(STOPPED, 12)
+    request = engine.add(STOPPED, SamplingParams(max_new_tokens=50))
+    assert drive(engine, lambda request, _: given.append(request.token_ids[-1])) == [request]
+    assert given == request.token_ids == expected
+    assert request.finish_reason == "stop"
+    model: Any = engine.model
+    assert sum(map(sum, model.steps)) == len(STOPPED) + len(expected)  # the stop token's row is one too many
+    assert engine.stats.num_new_tokens == len(expected)
+    assert (engine.allocator.num_free, engine.stats.num_steps) == (50, len(model.steps))
+
+
+def test_an_engine_closes_with_a_step_under_way() -> None:
+    engine = make_engine(num_blocks=50, with_graph=True)
+    request = engine.add([1], PARAMS)
+    engine.step()
+    engine.close()
+    assert request.num_in_flight == 0
+
+
+@pytest.mark.parametrize("with_graph", [False, True])
+def test_kept_logits_are_those_of_their_tokens(with_graph: bool) -> None:
+    engine = make_engine(num_blocks=50, with_graph=with_graph)
+    requests = [engine.add([index, *range(index)], PARAMS, keep_logits=True) for index in range(3)]
+    list(engine.run())
+    for request in requests:
+        assert [int(row.argmax()) for row in request.logits] == request.token_ids

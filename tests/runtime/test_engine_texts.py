@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.in_flight import StepEvents
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.hash_model import BLOCK, EOS, Clock, Letters, alone_ignoring_eos, drive, make_engine, next_token
@@ -21,15 +22,20 @@ TEXT = letters(TOKENS)
 def answer(prompt: list[int], params: SamplingParams) -> tuple[list[int], str, str]:
     """Tokens, text and finish_reason by their definition."""
     tokens: list[int] = []
-    text = ""
+    ends, text, exempt = {*params.stop_token_ids} | ({EOS} - {EOS * params.ignore_eos}), "", 0
     while len(tokens) < params.max_new_tokens:
+        is_short = len(tokens) < params.min_tokens
         tokens.append(next_token([*prompt, *tokens]))
-        if tokens[-1] in params.stop_token_ids or (tokens[-1] == EOS and not params.ignore_eos):
-            return tokens, text, "stop"
+        if is_short and tokens[-1] in {*params.stop_token_ids, EOS}:  # the first of those whose logits are 0
+            tokens[-1] = min({*range(EOS)} - {*params.stop_token_ids})
+        if tokens[-1] in ends:
+            return tokens, text + letters(tokens[-1:]) * params.include_stop_str_in_output, "stop"
         text += letters(tokens[-1:])
-        starts = [text.find(stop) for stop in params.stop if stop in text]
-        if starts:
-            return tokens, text[: min(starts)], "stop"
+        exempt = len(text) if is_short else exempt
+        found = [(text.find(stop, max(0, exempt + 1 - len(stop))), stop) for stop in params.stop]
+        if any(start >= 0 for start, _ in found):
+            start, stop = min(each for each in found if each[0] >= 0)
+            return tokens, text[: start + len(stop) * params.include_stop_str_in_output], "stop"
     return tokens, text, "length"
 
 
@@ -111,6 +117,7 @@ def test_a_consumer_may_leave_and_come_back() -> None:
             break
     assert finished == requests
     assert list(engine.run()) == []
+    assert engine.step() == StepEvents([], [])
 
 
 @dataclass(frozen=True)
@@ -130,8 +137,11 @@ def asks(draw: st.DrawFn) -> Ask:
     text = letters(alone_ignoring_eos(prompt, 14))
     start = draw(st.integers(0, 13))
     stop = text[start : start + draw(st.integers(1, 3))] + draw(st.sampled_from(["", "", "?"]))
+    num_new = draw(st.integers(1, 14))
     params = SamplingParams(
-        max_new_tokens=draw(st.integers(1, 14)),
+        max_new_tokens=num_new,
+        min_tokens=draw(st.sampled_from([0, 0, num_new // 2, num_new])),
+        include_stop_str_in_output=draw(st.booleans()),
         stop=draw(st.sampled_from([(), (stop,), (stop or "?", *text[-1:])])) if stop else (),
         stop_token_ids=draw(st.lists(st.integers(0, EOS), max_size=2).map(tuple)),
         ignore_eos=draw(st.booleans()),

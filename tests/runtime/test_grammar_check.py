@@ -1,4 +1,6 @@
-"""The check of grammars: what texts satisfy passes, and the rest has its path, with masks at a bounded cost."""
+"""The check of grammars: what texts satisfy passes, and the rest has its path, with masks at a bounded cost. Parts of
+schemas keep what their references lead to, as jsonschema resolves them.
+"""
 
 import json
 import os
@@ -8,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dcpmla.runtime.schemas import alone, inner_schemas, refer, with_inner
 from tests.support.random_model import EOS, TOKENIZER, VOCAB_SIZE
 
 pytest.importorskip("llguidance")
@@ -61,7 +64,7 @@ def test_schemas_without_texts(schema: dict[str, Any], path: str, words: str) ->
 
 
 @pytest.mark.parametrize(
-    "schema",
+    "content",
     [
         ITSELF,
         {"anyOf": [{"type": "null"}, {"$ref": "#"}]},
@@ -72,29 +75,27 @@ def test_schemas_without_texts(schema: dict[str, Any], path: str, words: str) ->
         {"const": "a" * 50_000},
         {"type": "string", "minLength": 60_000},
         {"enum": [f"{number:09}" for number in range(3000)]},
+        'start: e\ne: "(" e e e ")" | "x"',
+        'root ::= "a" root | "b"',
+        'start: ""',
     ],
 )
-def test_schemas_with_texts(schema: dict[str, Any]) -> None:
-    assert fault_of("json_schema", schema) is None
+def test_grammars_with_texts(content: Any) -> None:
+    assert fault_of("grammar" if isinstance(content, str) else "json_schema", content) is None
 
 
 @pytest.mark.parametrize(
-    "grammar", ['start: "x" start', "start: a\na: b\nb: a", 'root ::= "a" root', 'start: "x" T\nT: /a/ & /b/']
+    ("kind", "text"),
+    [
+        *(("regex", text) for text in (r"[^\s\S]", r"a[^\s\S]", "(", "a(?=b)")),
+        *(("grammar", text) for text in ('start: "x" start', "start: a\na: b\nb: a", 'root ::= "a" root')),
+        ("grammar", 'start: "x" T\nT: /a/ & /b/'),
+    ],
 )
-def test_lark_without_texts(grammar: str) -> None:
-    fault = fault_of("grammar", grammar)
+def test_grammars_without_texts(kind: str, text: str) -> None:
+    fault = fault_of(kind, text)
     assert fault is not None
-    assert "needs itself again" in fault[1] or "no token continues it" in fault[1]
-
-
-@pytest.mark.parametrize("regex", [r"[^\s\S]", r"a[^\s\S]", "(", "a(?=b)"])
-def test_expressions_without_texts(regex: str) -> None:
-    assert fault_of("regex", regex)
-
-
-@pytest.mark.parametrize("grammar", ['start: e\ne: "(" e e e ")" | "x"', 'root ::= "a" root | "b"', 'start: ""'])
-def test_lark_with_texts(grammar: str) -> None:
-    assert fault_of("grammar", grammar) is None
+    assert kind == "regex" or "needs itself again" in fault[1] or "no token continues it" in fault[1]
 
 
 def test_no_mask_takes_the_memory_of_an_expression() -> None:
@@ -141,3 +142,49 @@ def test_rules_of_large_grammars_are_looked_at() -> None:
     for last, is_endless in (('"z"', False), ('"z" r299', True)):
         fault = fault_of("grammar", "\n".join(["start: r0", *chain, f"r299: {last}"]))
         assert (fault is not None) is is_endless
+
+
+TREE = {
+    "type": "object",
+    "properties": {
+        "size": {"type": "integer", "maximum": 9},
+        "children": {"type": "array", "items": {"$ref": "#"}},
+        "a/b": {"properties": {"q": {"$ref": "#/properties/a~1b/$defs/Q"}}, "$defs": {"Q": {"type": "null"}}},
+        "any": {"anyOf": [{"$ref": "#/properties/any/anyOf/1"}, {"$ref": "#/$defs/a%20b"}]},
+        "const": {"const": {"$ref": "#"}},
+    },
+    "required": ["size"],
+    "additionalProperties": False,
+    "$defs": {"a b": {"enum": ["x"]}},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "valid", "invalid"),
+    [
+        ("size", 9, 10),
+        ("children", [{"size": 1, "children": [{"size": 2}]}], [{"size": 1, "children": [3]}]),
+        ("a/b", {"q": None}, {"q": 1}),
+        ("any", "x", "y"),
+        ("const", {"$ref": "#"}, {"size": 1}),
+    ],
+)
+def test_a_part_alone_means_what_it_means_in_the_whole(name: str, valid: Any, invalid: Any) -> None:
+    part = jsonschema.Draft202012Validator(alone(TREE, TREE["properties"][name]))  # type: ignore[index]
+    assert part.is_valid(valid)
+    assert not part.is_valid(invalid)
+
+
+def test_references_that_lead_nowhere() -> None:
+    for reference in ("#/$defs/none", "#/properties/size/type/x", "#anchor", "https://example.com", "#/required/1", 3):
+        with pytest.raises(LookupError):
+            refer(TREE, reference)  # type: ignore[arg-type]
+    assert alone(TREE, {"$ref": "#/none"}) == {"$ref": "#/none"}
+
+
+def test_schemas_inside_are_replaced_in_a_copy() -> None:
+    before = json.dumps(TREE)
+    assert len(list(inner_schemas(TREE))) == 7
+    assert with_inner(TREE, lambda path, part: part) == TREE
+    with_inner(TREE, lambda path, part: False)
+    assert json.dumps(TREE) == before

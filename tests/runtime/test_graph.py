@@ -20,7 +20,7 @@ from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.graph_inputs import GraphInputs
 from dcpmla.runtime.graph_sizes import GraphLimits, GraphSize, decode_sizes
 from dcpmla.runtime.sampling import SamplingParams
-from tests.support.hash_model import BLOCK, MESH, HashModel, answer, make_engine, new_cache
+from tests.support.hash_model import BLOCK, MESH, HashModel, make_engine, new_cache
 
 DCP = DCPConfig(block_size=BLOCK)
 MAX_NUM_SEQS, MAX_MODEL_LEN = 6, 5 * BLOCK
@@ -36,15 +36,11 @@ def step_of(requests: StepRequests, device: str = "cpu", **options: Any) -> Step
 
 
 def sums(inputs: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
-    """Make a step that shows all its numbers."""
+    """Make a step that shows all its numbers; the first blocks of requests of one token each."""
     assert metadata.decode is not None
-    numbers = [
-        inputs,
-        metadata.tokens.positions,
-        metadata.tokens.slots,
-        metadata.decode.local_seq_lens,
-        metadata.decode.block_table[:, 0],
-    ]
+    numbers = [inputs, metadata.tokens.positions, metadata.tokens.slots, metadata.decode.local_seq_lens]
+    has_one_each = metadata.decode.max_query_len == 1
+    numbers.append(metadata.decode.block_table[:, 0] if has_one_each else torch.zeros(len(inputs)))
     return torch.stack([number.double() for number in numbers], -1)
 
 
@@ -67,51 +63,38 @@ def test_sizes_are_those_of_vllm() -> None:
 
 
 @given(
-    batches=st.lists(st.lists(st.integers(1, MAX_MODEL_LEN), min_size=1, max_size=MAX_NUM_SEQS), min_size=1, max_size=4)
+    batches=st.lists(
+        st.lists(st.tuples(st.integers(1, 3), st.integers(0, MAX_MODEL_LEN - 3)), min_size=1, max_size=MAX_NUM_SEQS),
+        min_size=1,
+        max_size=4,
+    ),
+    longest=st.sampled_from([1, 3]),
 )
-def test_nothing_of_earlier_steps_is_left(batches: list[list[int]]) -> None:
-    cache = new_cache(40)
-    graph, memory = make_graph(cache=cache), set()
-    padded: list[Tensor] = []
-    graph._step = lambda inputs, metadata, cache: padded.append(sums(inputs, metadata, cache)) or padded[-1]  # type: ignore[func-returns-value]
-    for number, seq_lens in enumerate(batches):
-        requests = requests_of(seq_lens)
-        token_ids = torch.arange(len(seq_lens)) + 10 * number
-        out = graph.run(token_ids, requests)
-        assert torch.equal(out, sums(token_ids, step_of(requests), cache))
-        memory.add(out.data_ptr())
-        assert len(padded[-1]) == size_of(graph, len(seq_lens)).num_tokens
-        assert padded[-1][len(seq_lens) :, :4].tolist() == [[0, 0, -1, 0]] * (len(padded[-1]) - len(seq_lens))
-    assert len(memory) == 1
-
-
-@given(query_lens=st.lists(st.integers(1, 3), min_size=1, max_size=MAX_NUM_SEQS))
-def test_requests_of_several_tokens_repeat_their_last(query_lens: list[int]) -> None:
-    cache, padded = new_cache(40), list[Tensor]()
+def test_padded_steps_have_the_rows_of_bare_ones(batches: list[list[tuple[int, int]]], longest: int) -> None:
+    """Nothing of earlier steps is left. Requests of several tokens repeat their last one."""
+    cache, padded, memory = new_cache(40), list[Tensor](), set()
 
     def step(*numbers: Any) -> Tensor:
-        padded.append(sums_of_rows(*numbers))
+        padded.append(sums(*numbers))
         return padded[-1]
 
-    graph = make_graph(step, cache, 3)
-    requests = requests_of([7 + index for index in range(len(query_lens))], query_lens)
-    token_ids = torch.arange(sum(query_lens)) + 10
-    out = graph.run(token_ids, requests)
-    assert torch.equal(out, sums_of_rows(token_ids, step_of(requests, max_decode_query_len=3), cache))
-    query_len = 3 if max(query_lens) > 1 else 1
-    assert len(padded[0]) == size_of(graph, len(query_lens), max(query_lens)).num_tokens
-    of_requests = padded[0][: len(query_lens) * query_len].unflatten(0, (-1, query_len))
-    for rows, num_tokens in zip(of_requests, query_lens, strict=True):
-        last = rows[num_tokens - 1].clone()
-        last[2] = -1  # written once
-        assert torch.equal(rows[num_tokens:], last.expand(query_len - num_tokens, -1))
-
-
-def sums_of_rows(inputs: Tensor, metadata: StepMetadata, cache: LatentCache) -> Tensor:
-    """Make a step that shows the numbers of each token."""
-    assert metadata.decode is not None
-    numbers = inputs, metadata.tokens.positions, metadata.tokens.slots, metadata.decode.local_seq_lens
-    return torch.stack([number.double() for number in numbers], -1)
+    graph = make_graph(step, cache, longest)
+    for number, batch in enumerate(batches):
+        query_lens = [min(new, longest) for new, _ in batch]
+        requests = requests_of([new + context for new, (_, context) in zip(query_lens, batch, strict=True)], query_lens)
+        token_ids = torch.arange(sum(query_lens)) + 10 * number
+        out = graph.run(token_ids, requests)
+        assert torch.equal(out, sums(token_ids, step_of(requests, max_decode_query_len=max(query_lens)), cache))
+        memory.add(out.data_ptr())
+        query_len = longest if max(query_lens) > 1 else 1
+        assert len(padded[-1]) == size_of(graph, len(batch), max(query_lens)).num_tokens
+        of_requests, rest = padded[-1].tensor_split([len(batch) * query_len])
+        for rows, num_tokens in zip(of_requests.unflatten(0, (-1, query_len)), query_lens, strict=True):
+            last = rows[num_tokens - 1].clone()
+            last[2] = -1  # written once
+            assert torch.equal(rows[num_tokens:], last.expand(query_len - num_tokens, -1))
+        assert rest[:, :4].tolist() == [[0, 0, -1, 0]] * len(rest)
+    assert len(memory) == 1 or longest > 1
 
 
 def size_of(graph: StepGraph, num_reqs: int, query_len: int = 1) -> GraphSize:
@@ -125,13 +108,15 @@ def inputs_of(input_like: Tensor, sizes: list[GraphSize]) -> GraphInputs:
 
 
 def test_hidden_rows_are_padded_with_zeros() -> None:
+    """Static memory takes no history of gradients."""
     two, four = GraphSize.of_requests(2), GraphSize.of_requests(4)
     padded = inputs_of(torch.empty(3, dtype=torch.bfloat16), [two, four])
     padded.fill(four, torch.full((3, 3), torch.nan, dtype=torch.bfloat16), requests_of([1, 2, 3]))
-    padded.fill(two, torch.ones(1, 3, dtype=torch.bfloat16), requests_of([7]))
+    padded.fill(two, torch.ones(1, 3, dtype=torch.bfloat16, requires_grad=True) * 1, requests_of([7]))
     padded.lay_out(two)
     inputs, metadata = padded.step(two)
     assert inputs.tolist() == [[1, 1, 1], [0, 0, 0]]
+    assert not inputs.requires_grad
     assert (metadata.num_tokens, metadata.num_decode_tokens) == (2, 2)
     assert metadata.tokens.slots.tolist() == [6, -1]
     assert metadata.decode is not None
@@ -188,15 +173,6 @@ def test_refuses_steps_that_return_other_rows() -> None:
         )
 
 
-def test_static_memory_takes_no_history_of_gradients() -> None:
-    size = GraphSize.of_requests(2)
-    padded = inputs_of(torch.zeros(3), [size])
-    padded.fill(size, torch.ones(2, 3, requires_grad=True) * 2, requests_of([1, 1]))
-    inputs, _ = padded.step(size)
-    assert inputs.tolist() == [[2, 2, 2]] * 2
-    assert not inputs.requires_grad
-
-
 def test_the_decode_workspace_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the engine for all its steps, and by the graph for its own."""
     made: list[Tensor] = []
@@ -216,26 +192,19 @@ def test_the_decode_workspace_is_made_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert step_of(requests_of([1])).decode.workspace is made[2]  # type: ignore[union-attr]
 
 
-def test_engine_says_which_graph_runs() -> None:
-    model, lines = HashModel(), []
-    engine = make_engine(num_blocks=20, max_num_seqs=3, model=model, with_graph=True)
-    engine.on_step = lines.append  # type: ignore[assignment]
-    answer(engine, [1, 2, 3], [4, 5], [6, 7, 8], ignore_eos=True)
-    assert lines[-3:] == [
-        "prefill step 0 (3 requests, 8 tokens)",
-        "decode step 1 (3 requests, 3 tokens; graph of 3 requests)",
-        "decode step 2 (3 requests, 3 tokens; graph of 3 requests)",
-    ]
-
-
 def test_batches_beyond_the_largest_run_eagerly() -> None:
-    engine = make_engine(num_blocks=20, max_num_seqs=3, with_graph=True)
+    """The engine says which graph runs."""
+    lines = list[str]()
+    engine = make_engine(num_blocks=20, max_num_seqs=3, with_graph=True, on_step=lines.append)
     engine.graph = StepGraph.decodes(
         HashModel().decode, torch.tensor(0), engine.cache, StepBuilder(engine.dcp, 0), MESH, 2, 200
     )
-    sizes = []
-    engine.on_step = lambda line: sizes.append("graph" in line)
     requests = [engine.add([1, 2, 3], SamplingParams(max_new_tokens=num_new, ignore_eos=True)) for num_new in (3, 4, 4)]
     list(engine.run())
-    assert sizes[-4:] == [False, False, False, True]
+    assert lines == [
+        "prefill step 0 (3 requests, 9 tokens)",
+        "decode step 1 (3 requests, 3 tokens)",
+        "decode step 2 (3 requests, 3 tokens)",
+        "decode step 3 (2 requests, 2 tokens; graph of 2 requests)",
+    ]
     assert requests[1].token_ids == requests[2].token_ids

@@ -37,6 +37,7 @@ CASES = {
         {"kv_cache_dtype": "fp8", "calculate_kv_scales": True, "index_cache_dtype": "fp8"},
     ),
     "entries": ("deepseek_v4", {"index_cache_dtype": "fp8"}),
+    "shared entries": ("deepseek_v41", {"index_cache_dtype": "fp8"}),
 }
 
 

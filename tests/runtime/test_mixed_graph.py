@@ -104,13 +104,14 @@ def segments(decode: DecodeMetadata | None, limit: int) -> list[tuple[int, int, 
     return columns
 
 
-def new_graph(max_num_tokens: int, max_num_seqs: int = 4) -> StepGraph:
+def new_graph(max_num_tokens: int, max_num_seqs: int = 4, max_model_len: int = 40) -> StepGraph:
     engine = make_engine(20)
     steps = StepBuilder(engine.dcp, 0)
-    return StepGraph.prompts(HashModel(), engine.cache, steps, MESH, max_num_tokens, max_num_seqs, 40, 2)
+    return StepGraph.prompts(HashModel(), engine.cache, steps, MESH, max_num_tokens, max_num_seqs, max_model_len, 2)
 
 
 def test_steps_that_are_too_large_have_no_size() -> None:
+    """Limits of nothing, and blocks that the cache lacks, are named."""
     graph = new_graph(100)
     assert graph.prompt_size([30, 3], [5, 0], 2) == GraphSize(64)
     assert graph.prompt_size([30, 3], [5, 0], 1) == GraphSize(64, False)
@@ -120,6 +121,13 @@ def test_steps_that_are_too_large_have_no_size() -> None:
     requests = StepRequests([17], [17], [[0, 1, 2, 3, 4]])
     with pytest.raises(ValueError, match="query_lens has 1 requests with 17 tokens; the graph of 16 tokens, whole"):
         graph.run(torch.zeros(17, dtype=torch.int64), requests, GraphSize(16))
+    for name, limits in (("max_num_tokens", (0, 4)), ("max_num_seqs", (8, 0)), ("max_model_len", (8, 4, 0))):
+        with pytest.raises(ValueError, match=f"{name} is 0"):
+            new_graph(*limits)
+    requests = StepRequests([3], [3], [[20]])
+    for size, num_decodes in ((GraphSize(16), 1), (GraphSize(64, False), 0)):
+        with pytest.raises(ValueError, match="block_tables has block 20; the cache has 20 blocks"):
+            graph.run(torch.zeros(3, dtype=torch.int64), requests._replace(num_decodes=num_decodes), size)
 
 
 def test_steps_of_one_graph_with_prompts() -> None:
@@ -140,14 +148,6 @@ def test_steps_of_one_graph_with_prompts() -> None:
         ([1025], [0], 0, GraphSize(1280, False)),
     ):
         assert graph.prompt_size(lens, contexts, num_absorbed) == expected, (lens, contexts)
-
-
-@pytest.mark.parametrize("limit", ["max_num_tokens", "max_num_seqs", "max_model_len"])
-def test_limits_are_at_least_one(limit: str) -> None:
-    limits: dict[str, Any] = {"max_num_tokens": 8, "max_num_seqs": 2, "max_model_len": 40, limit: 0}
-    engine = make_engine(20)
-    with pytest.raises(ValueError, match=f"{limit} is 0"):
-        StepGraph.prompts(HashModel(), engine.cache, StepBuilder(engine.dcp, 0), MESH, **limits, tokens_per_request=1)
 
 
 @given(
@@ -209,11 +209,3 @@ def test_more_decodes_than_graphs_have_room_for_attend_between_them() -> None:
     out = graph.run(token_ids, requests, size).clone()
     expected = model.hidden(token_ids, steps.build(requests, 1, num_decodes=1), engine.cache)
     assert torch.equal(out, expected)
-
-
-def test_blocks_that_the_cache_lacks_are_named() -> None:
-    graph, token_ids = new_graph(64), torch.zeros(3, dtype=torch.int64)
-    requests = StepRequests([3], [3], [[20]])
-    for size, num_decodes in ((GraphSize(16), 1), (GraphSize(64, False), 0)):
-        with pytest.raises(ValueError, match="block_tables has block 20; the cache has 20 blocks"):
-            graph.run(token_ids, requests._replace(num_decodes=num_decodes), size)

@@ -64,15 +64,6 @@ def test_salts_part_requests() -> None:
     assert key == block_key(b"", range(BLOCK))
 
 
-def test_requests_with_other_salts_do_not_wait() -> None:
-    model = HashModel()
-    engine = make_engine(200, model=model)
-    for salt in ("a", "b", "a"):
-        engine.add(engine.prompt([*BEGINNING, 1], salt))
-    engine.step()
-    assert model.steps[0] == 2 * [len(BEGINNING) + 1]
-
-
 def test_salts_part_states() -> None:
     scheduler = Scheduler(BlockAllocator(100, BLOCK, 8), 100, 4)
     found = []
@@ -111,12 +102,24 @@ def test_requests_share_a_prompt() -> None:
         engine.prompt([1], 5)  # type: ignore[arg-type]
 
 
-def test_other_prompts_do_not_wait() -> None:
+@pytest.mark.parametrize(
+    ("prompts", "salts", "first"),
+    [
+        (
+            [[*BEGINNING, 1], [*BEGINNING, 2], [5] * 9, [5] * 9, [*BEGINNING[: BLOCK - 1], 9, 9]],
+            "aaaaa",
+            [len(BEGINNING) + 1, 9, BLOCK + 1],
+        ),
+        (3 * [[*BEGINNING, 1]], "aba", 2 * [len(BEGINNING) + 1]),
+    ],
+)
+def test_only_prompts_that_share_blocks_wait(prompts: list[list[int]], salts: str, first: list[int]) -> None:
     model = HashModel()
     engine = make_engine(200, model=model)
-    prompts = [[*BEGINNING, 1], [*BEGINNING, 2], [5] * 9, [5] * 9, [*BEGINNING[: BLOCK - 1], 9, 9]]
-    answer(engine, *prompts)
-    assert model.steps[0] == [len(BEGINNING) + 1, 9, BLOCK + 1]
+    for prompt, salt in zip(prompts, salts, strict=True):
+        engine.add(engine.prompt(prompt, salt))
+    engine.step()
+    assert model.steps[0] == first
 
 
 def test_who_computes_may_end_before() -> None:
@@ -207,8 +210,8 @@ def computed(allocator: BlockAllocator, num_blocks: int, reuse: PrefixReuse) -> 
     return request
 
 
-def make_reuse(costs: LoadCosts, num_blocks: int = 9) -> tuple[BlockAllocator, HostTier, PrefixReuse]:
-    allocator, tier = BlockAllocator(num_blocks, BLOCK), HostTier(9)
+def make_reuse(costs: LoadCosts) -> tuple[BlockAllocator, HostTier, PrefixReuse]:
+    allocator, tier = BlockAllocator(9, BLOCK), HostTier(9)
     return allocator, tier, PrefixReuse(allocator, True, tier, costs)
 
 
@@ -240,14 +243,3 @@ def test_loads_go_into_the_blocks_after_those_of_the_cache() -> None:
         tier.blocks.add(key)
     loading = reuse.load(Found([5], keys=KEYS[:2]), [5, 6, 7, 8], None)
     assert (loading.keys, list(loading.blocks), loading.state) == (KEYS[:2], [6, 7], None)
-
-
-def test_content_that_is_held_stays_until_it_is_released() -> None:
-    tier = HostTier(1)
-    tier.blocks.add(KEYS[0])
-    tier.blocks.hold(KEYS[:1])
-    tier.blocks.hold(KEYS[:1])
-    for held in (True, True, False):
-        assert (tier.blocks.add(KEYS[1]) is None) == held
-        if held:
-            tier.blocks.release(KEYS[:1])

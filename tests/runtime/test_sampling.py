@@ -1,9 +1,10 @@
-"""Sampling against transformers' logits warpers in float64, and against statistics."""
+"""Sampling against transformers' logits warpers in float64, and against statistics; masks of allowed tokens."""
 
 import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,9 +13,12 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from dcpmla.runtime.draws import draw_tokens, log_sums, nucleus, ranks_of
+from dcpmla.runtime.host_copy import HostCopy
+from dcpmla.runtime.masks import NO_TOKEN, Masked, _masked
 from dcpmla.runtime.request import Request, new_generator
 from dcpmla.runtime.sampling import SamplingParams, sample
 from tests.attention.test_small_kernels import compile_for_hopper
+from tests.support.kernels import on_both
 from tests.support.shared_memory import run_interpreted
 
 VOCAB = 40
@@ -94,11 +98,12 @@ def test_a_row_does_not_depend_on_its_neighbours(
     assert draw(logits[order], [params[row] for row in order]) == [alone[row] for row in order]
 
 
-def test_rows_of_a_large_batch() -> None:
+@on_both
+def test_rows_of_a_large_batch(device: str) -> None:
     """More rows than are drawn at once, greedy ones between them."""
-    logits = random_logits(300, seed=3)
-    params = [SamplingParams(temperature=row % 3, top_k=row % 5, seed=row) for row in range(300)]
-    assert draw(logits, params) == [draw(logits[row : row + 1], [params[row]])[0] for row in range(300)]
+    logits = random_logits(300, seed=3, vocab=5000)
+    params = [SamplingParams(temperature=row % 3, top_k=row % 5, top_p=1 - row % 2 / 5, seed=row) for row in range(300)]
+    assert draw(logits.to(device), params) == [draw(logits[row : row + 1], [params[row]])[0] for row in range(300)]
     greedy = list(range(0, 300, 3))
     assert sample(logits, params, [0.5] * 300)[greedy].tolist() == logits[greedy].argmax(-1).tolist()
 
@@ -244,14 +249,6 @@ def test_the_kernel(num_rows: int, vocab: int) -> None:
     check_kernel("cuda", num_rows, vocab)
 
 
-@pytest.mark.gpu
-def test_a_batch_on_a_gpu() -> None:
-    """More rows than are drawn at once, greedy ones between them."""
-    logits = random_logits(300, seed=3, vocab=5000)
-    params = [SamplingParams(temperature=row % 3, top_k=row % 5, top_p=1 - row % 2 / 5, seed=row) for row in range(300)]
-    assert draw(logits.cuda(), params) == draw(logits, params)
-
-
 def test_the_kernel_compiles_for_hopper() -> None:
     from dcpmla.runtime.kernels.sampling import draw_kernel
 
@@ -262,3 +259,22 @@ def test_the_kernel_compiles_for_hopper() -> None:
 def test_every_bit_of_a_seed_counts() -> None:
     seeds = [*range(2000), *((1 << bit) - 1 for bit in range(11, 65))]
     assert len({uniform(seed) for seed in seeds}) == len(seeds)
+
+
+@on_both
+def test_masks_are_applied_to_their_rows_alone(device: str) -> None:
+    """More rows than are masked at once, a vocabulary of no whole number of words, and a mask that is wider."""
+    rng, logits = np.random.default_rng(3), torch.randn(150, 1000, device=device)
+    rows = rng.permutation(150)[:131]
+    bits = rng.integers(0, 1 << 32, (131, 33), dtype=np.uint32)
+    expected = logits.cpu().clone()
+    for row, own in zip(rows, bits, strict=True):
+        allowed = np.unpackbits(own.view(np.uint8), bitorder="little")[:1000]
+        expected[row, allowed == 0] = -torch.inf
+    before = logits.clone()
+    assert torch.equal(_masked(logits, rows, bits).cpu(), expected)
+    assert torch.equal(logits, before)
+    drafts = HostCopy(torch.arange(5, device=device))
+    assert drafts.wait() == [0, 1, 2, 3, 4]
+    rejected = Masked(logits, [1, 3]).reject(torch.arange(4, device=device))
+    assert rejected.tolist() == [0, NO_TOKEN, 2, NO_TOKEN]

@@ -23,23 +23,26 @@ from tests.support.costs import DrawnCosts
 BLOCK = 4
 
 
-def compute(scheduler: Scheduler, step: Batch) -> list[Request]:
-    """Count a step's tokens as computed, and return the requests that get a token, which is in flight now."""
-    for request, num_tokens, _ in step.pieces:
-        request.num_computed_tokens += num_tokens
+def compute(scheduler: Scheduler, step: Batch) -> list[Piece]:
+    """Count a step's tokens as computed, and return the pieces that give a token, which is in flight now."""
+    for request, num_tokens, num_drafts in step.pieces:
+        assert num_tokens - num_drafts == 1 or not request.num_in_flight  # a preempted request waits for its token
+        request.num_computed_tokens += num_tokens - num_drafts
+        request.num_tried += num_drafts
         num_scored = min(request.num_computed_tokens, len(request.prompt_token_ids) - 1)
         request.num_scored_tokens = max(request.num_scored_tokens, num_scored)
         scheduler.reuse.remember(request)
-    ready = [piece.request for piece in step.pieces if not piece.request.num_pending_tokens]
-    for request in ready:
-        request.num_in_flight += 1
+    ready = [piece for piece in step.pieces if not piece.request.num_pending_tokens]
+    for piece in ready:
+        piece.request.num_in_flight += 1
     return ready
 
 
-def collect(scheduler: Scheduler, ready: Sequence[Request]) -> None:
-    """Give requests their tokens, and remove the finished ones."""
-    for request in ready:
+def collect(scheduler: Scheduler, ready: Sequence[Piece]) -> None:
+    """Give requests their tokens, and remove the finished ones. All drafts are rejected."""
+    for request, _, num_drafts in ready:
         request.num_in_flight -= 1
+        request.num_tried -= num_drafts
         if not request.finish_reason:
             request.append(len(request.token_ids) % 2, frozenset())
             scheduler.reuse.remember(request)
@@ -47,20 +50,26 @@ def collect(scheduler: Scheduler, ready: Sequence[Request]) -> None:
                 scheduler.remove(request)
 
 
-def serve(scheduler: Scheduler, arrivals: Sequence[Sequence[Request]], aborted: Sequence[Request] = ()) -> list[Batch]:
+def serve(
+    scheduler: Scheduler,
+    arrivals: Sequence[Sequence[Request]],
+    aborted: Sequence[Request] = (),
+    num_drafts: int = 0,
+) -> list[Batch]:
     """Return all steps until no request is left. Tokens are known one step late, as in the engine.
 
     Args:
         arrivals: Requests that arrive before each step.
         aborted: Requests to abort, one before each step after the last arrivals.
+        num_drafts: Limit of the drafts of a request.
     """
-    steps, pending, gone = list[Batch](), list[Request](), list(aborted)
+    steps, pending, gone = list[Batch](), list[Piece](), list(aborted)
     while len(steps) < len(arrivals) or scheduler.running or scheduler.waiting:
         scheduler.waiting += arrivals[len(steps)] if len(steps) < len(arrivals) else []
         if len(steps) >= len(arrivals) and gone and not (request := gone.pop()).finish_reason:
             scheduler.remove(request)
             request.finish_reason = "abort"
-        steps.append(scheduler.schedule(float(len(steps))))
+        steps.append(scheduler.schedule(float(len(steps)), num_drafts))
         ready = compute(scheduler, steps[-1])
         collect(scheduler, pending)
         pending = ready
@@ -68,6 +77,8 @@ def serve(scheduler: Scheduler, arrivals: Sequence[Sequence[Request]], aborted: 
     return steps
 
 
+# The second request's drafts hold more blocks than it needs again: there is room for it in the step that preempts it.
+MORE_ROOM = [[(0, [1], 15, False), (4, [1, 1, 0, 0, 1, 0], 16, False)]]
 # Each step's arrivals: blocks of the prefix, further tokens of the prompt, number of new tokens, is scored
 Load = list[list[tuple[int, list[int], int, bool]]]
 loads = st.lists(
@@ -96,7 +107,14 @@ def requests_of(load: Load) -> list[list[Request]]:
 
 
 def serve_alike(
-    load: Load, num_blocks: int, budget: int, max_num_seqs: int, num_states: int = 0, num_aborts: int = 0, **costs: Any
+    load: Load,
+    num_blocks: int,
+    budget: int,
+    max_num_seqs: int,
+    num_states: int = 0,
+    num_aborts: int = 0,
+    num_drafts: int = 0,
+    **costs: Any,
 ) -> list[Batch]:
     """Return the steps of a load, after which all requests have finished, and which a second rank decides alike."""
     ranks = []
@@ -107,7 +125,7 @@ def serve_alike(
         for request in everyone:
             scheduler.check_fits(request)
         names = {request: name for name, request in enumerate(everyone)}
-        steps = serve(scheduler, requests, everyone[:num_aborts])
+        steps = serve(scheduler, requests, everyone[:num_aborts], num_drafts)
         assert all(request.finish_reason in ("length", "abort") for request in everyone)
         assert allocator.num_free == num_blocks
         ranks.append([[(names[piece.request], *piece[1:]) for piece in step.pieces] for step in steps])
@@ -123,13 +141,24 @@ def serve_alike(
     max_scored=st.sampled_from([1, 5, 256]),
     num_states=st.sampled_from([0, 20]),
     num_aborts=st.integers(0, 2),
+    num_drafts=st.sampled_from([0, 9]),
+)
+@example(
+    load=MORE_ROOM, num_blocks=13, budget=64, max_num_seqs=3, max_scored=256, num_states=0, num_aborts=0, num_drafts=9
 )
 def test_all_requests_finish_and_ranks_decide_alike(
-    load: Load, num_blocks: int, budget: int, max_num_seqs: int, max_scored: int, num_states: int, num_aborts: int
+    load: Load,
+    num_blocks: int,
+    budget: int,
+    max_num_seqs: int,
+    max_scored: int,
+    num_states: int,
+    num_aborts: int,
+    num_drafts: int,
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch_module, "_MAX_SCORED", max_scored)
-        steps = serve_alike(load, num_blocks, budget, max_num_seqs, num_states, num_aborts)
+        steps = serve_alike(load, num_blocks, budget, max_num_seqs, num_states, num_aborts, num_drafts)
     assert all(sum(piece.num_tokens for piece in step.pieces) <= budget for step in steps)
     total = sum(request.max_seq_len + 3 for arriving in requests_of(load) for request in arriving)
     # In the worst case requests run one after the other, a token in each step, and preempted ones begin again.
@@ -280,32 +309,3 @@ def test_a_piece_exceeds_the_limit_rather_than_read_its_context_too_often(max_lo
         done += sizes[-1]
     assert sizes == pieces
     assert piece_tokens(costs, 1000, 300, 150.0) == 64  # not a step's first piece: no more room
-
-
-@pytest.mark.parametrize("num_blocks", [22, 23, 24])
-def test_a_preempted_request_waits_for_its_token_in_flight(num_blocks: int) -> None:
-    """Its drafts held more blocks than it needs again, so there may be room for it in the step that preempts it."""
-    scheduler = Scheduler(BlockAllocator(num_blocks, 1), 64, 4)
-    requests = [Request([number] * 3, SamplingParams(max_new_tokens=10 * (number + 1))) for number in range(2)]
-    scheduler.waiting += requests
-    pending: list[Piece] = []
-    while scheduler.running or scheduler.waiting:
-        before = [request.num_preemptions for request in requests]
-        step = scheduler.schedule(0.0, num_drafts=5)
-        for request, num_preemptions in zip(requests, before, strict=True):
-            if request.num_preemptions > num_preemptions and request.num_in_flight:
-                assert request in scheduler.waiting
-        ready = []
-        for piece in step.pieces:
-            piece.request.num_computed_tokens += piece.num_tokens - piece.num_drafts
-            if not piece.request.num_pending_tokens:
-                ready.append(piece)
-        for piece in ready:
-            piece.request.num_in_flight += 1
-            piece.request.num_tried += piece.num_drafts
-        for piece in pending:
-            piece.request.num_tried -= piece.num_drafts  # All drafts are rejected.
-        collect(scheduler, [piece.request for piece in pending])
-        pending = ready
-    assert [len(request.token_ids) for request in requests] == [10, 20]
-    assert requests[1].num_preemptions

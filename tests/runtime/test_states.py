@@ -79,40 +79,31 @@ def load(tier: HostTier, loading: Loading, memory: dict[int, list[int]], host: d
     tier.blocks.release(loading.keys)
 
 
-@given(prompts=prompts, room=st.integers(0, 20), more=st.integers(0, 3), budget=st.integers(1, 40))
-@example(prompts=[[1, 1], [1]], room=1, more=2, budget=3)
-def test_requests_go_on_from_their_own_states(prompts: list[list[int]], room: int, more: int, budget: int) -> None:
+@given(
+    prompts=prompts,
+    room=st.integers(0, 20),
+    more=st.sampled_from([0, 0, 1, 2, 3]),
+    budget=st.integers(1, 40),
+    host_sizes=st.one_of(st.just((0, 0)), st.tuples(st.integers(1, 30), st.integers(1, 6))),
+)
+@example(prompts=[[1, 1], [1]], room=1, more=2, budget=3, host_sizes=(0, 0))
+def test_requests_go_on_from_their_own_states(
+    prompts: list[list[int]], room: int, more: int, budget: int, host_sizes: tuple[int, int]
+) -> None:
+    """Also from states that return from host memory."""
     longest = -(-max(len(prompt) + 5 for prompt in prompts) // BLOCK)
-    allocator = BlockAllocator(longest + room, BLOCK, 3 + more)
-    scheduler = Scheduler(allocator, budget, 3)
+    allocator, tier = BlockAllocator(longest + room, BLOCK, 3 + more), HostTier(*host_sizes)
+    scheduler = Scheduler(allocator, budget, 3, tier=tier)
     memory: dict[int, list[int]] = {}
+    host: dict[int, list[int]] = {}
     for _ in range(2):  # the second time all of them begin as earlier ones did
-        serve(scheduler, [Request(list(prompt), SamplingParams(max_new_tokens=5)) for prompt in prompts], memory)
+        serve(scheduler, [Request(list(prompt), SamplingParams(max_new_tokens=5)) for prompt in prompts], memory, host)
         assert allocator.num_free == allocator.num_blocks
+    assert not tier.blocks._holders
+    assert not tier.states._holders
     free = allocator.states
     taken = [free.take() for _ in range(3 + more)]
     assert sorted(state for state in taken if state is not None) == list(range(3 + more))
-
-
-@given(
-    prompts=prompts,
-    room=st.integers(0, 8),
-    budget=st.integers(1, 40),
-    num_host_blocks=st.integers(1, 30),
-    num_host_states=st.integers(1, 6),
-)
-def test_states_return_from_host_memory(
-    prompts: list[list[int]], room: int, budget: int, num_host_blocks: int, num_host_states: int
-) -> None:
-    longest = -(-max(len(prompt) + 5 for prompt in prompts) // BLOCK)
-    tier = HostTier(num_host_blocks, num_host_states)
-    scheduler = Scheduler(BlockAllocator(longest + room, BLOCK, 3), budget, 3, tier=tier)
-    memory: dict[int, list[int]] = {}
-    host: dict[int, list[int]] = {}
-    for _ in range(2):
-        serve(scheduler, [Request(list(prompt), SamplingParams(max_new_tokens=5)) for prompt in prompts], memory, host)
-    assert not tier.blocks._holders
-    assert not tier.states._holders
 
 
 def test_a_conversation_returns_from_host_memory() -> None:

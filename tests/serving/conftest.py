@@ -12,9 +12,9 @@ from dcpmla.serving.connections import Limits
 from dcpmla.serving.messages import Started
 from dcpmla.serving.settings import Settings
 from tests.support.agent import TEMPLATE, answer
-from tests.support.fake_ranks import AT_ONCE, FakeRanks, by_first_token
-from tests.support.scripted import RunningScript, scripted_tokenizer, serve_script
+from tests.support.fake_ranks import AT_ONCE, FakeRanks, RunningScript, by_first_token
 from tests.support.servers import AUTHORIZED, KEY, MAX_MODEL_LEN, RunningServer, needle_with_template, serve
+from tests.support.small_tokenizers import scripted_tokenizer
 from tests.support.waiting import wait_until
 
 LIMITS = Limits(head_seconds=2, body_seconds=4, send_seconds=2, total_bytes=24 << 20)
@@ -62,17 +62,20 @@ def client(server: RunningServer) -> Iterator[httpx2.Client]:
 
 
 @pytest.fixture(scope="package")
-def scripted() -> Iterator[RunningScript]:
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningScript]:
     """Serve the script of an agent."""
-    with serve_script(scripted_tokenizer(TEMPLATE), answer) as running:
-        yield running
+    running = RunningScript(scripted_tokenizer(TEMPLATE), answer, tmp_path_factory.mktemp("scripted"))
+    yield running
+    running.close()
 
 
 @pytest.fixture(scope="package")
-def mute() -> Iterator[RunningScript]:
+def mute(scripted: RunningScript, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningScript]:
     """Run a server that answers nothing, and gives a request up after half a second."""
-    with serve_script(scripted_tokenizer(TEMPLATE), answer, is_mute=True, request_timeout=0.5) as running:
-        yield running
+    directory = tmp_path_factory.mktemp("mute")
+    running = RunningScript(scripted.tokenizer, answer, directory, is_mute=True, request_timeout=0.5)
+    yield running
+    running.close()
 
 
 @pytest.fixture(scope="package")
@@ -83,6 +86,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeRanks]:
     running = FakeRanks(by_first_token, started, settings, LIMITS)
     yield running
     running.close()
+
+
+@pytest.fixture
+def _short_texts_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dcpmla.serving.background._SMALL", 1 << 14)
 
 
 @pytest.fixture

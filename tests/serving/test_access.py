@@ -8,12 +8,9 @@ import httpx2
 import pytest
 
 from dcpmla.serving.access import guarded
-from dcpmla.serving.app import Api
-from dcpmla.serving.background import prepare
-from dcpmla.serving.connections import FewLines, Limits
+from dcpmla.serving.connections import FewLines
 from dcpmla.serving.settings import Settings
-from dcpmla.serving.worker import Worker
-from tests.serving.test_client import make_engine
+from tests.serving.test_client import make_api, make_engine
 
 
 async def answer(scope: Any, receive: Any, send: Any) -> None:
@@ -60,7 +57,7 @@ def test_pages_of_other_origins_without_a_key(allowed: tuple[str, ...], status: 
 
 def test_no_redirect_names_the_host_of_a_request() -> None:
     engine, _ = make_engine()
-    app = Api(engine, Settings(name="m", host="0.0.0.0"), Limits(), Worker(prepare)).app()
+    app = make_api(engine).app()
     for path in ("/metrics/", "/health/", "/v1/completions/"):
         response = ask(app, path, Host="evil.example")
         assert response.status_code == 404

@@ -5,9 +5,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.support.agent import SUM, WEATHER, call, run
-from tests.support.agent_bodies import CLAUDE_CODE
-from tests.support.scripted import RunningScript
+from tests.support.agent import CLAUDE_CODE, SUM, WEATHER, call, run
+from tests.support.fake_ranks import RunningScript
 from tests.support.servers import KEY
 
 anthropic = pytest.importorskip("anthropic")
@@ -24,7 +23,6 @@ UNIQUE = {
     "name": "f",
     "input_schema": {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}},
 }
-NO_SCHEMA: dict[str, Any] = {"not": {}}
 USER = {"role": "user", "content": "hi"}
 
 
@@ -47,7 +45,7 @@ def test_a_text_with_thinking(client: Any, scripted: RunningScript) -> None:
     assert (message.content[0].thinking, message.content[1].text) == ("so so", "hello you")
     assert message.usage.output_tokens == scripted.num_tokens("so so</think>hello<|pad|> you<|end|>")
     assert message.usage.input_tokens == scripted.num_tokens(scripted.prompt)
-    params = scripted.submitted.params
+    params = scripted.latest.params
     assert (params.temperature, params.top_k, params.top_p, params.max_new_tokens) == (0.5, 7, 0.9, 500)
     plain = ask(client, thinking={"type": "disabled"})
     assert (kinds(plain), plain.content[0].text) == (["text"], "hello you")
@@ -192,7 +190,7 @@ def test_formats_and_required_calls_have_grammars(client: Any, scripted: Running
     texts = set()
     for each in fields:
         answered = ask(client, **each)
-        grammar = scripted.submitted.params.grammar
+        grammar = scripted.latest.params.grammar
         assert grammar is not None
         assert grammar.starts_after
         texts.add(grammar.text)

@@ -44,6 +44,9 @@ BROKEN = [
     b'{"x":' * 50_000 + b"1" + b"}" * 50_000,
     json.dumps({"prompt": "amber-ant 1; " * 800_000}).encode(),  # 10 MB: more tokens than fit
     json.dumps({"prompt": ["x"] * 500_000, "max_tokens": 1}).encode(),
+    b'{"prompt": [1], ' + b",".join(b'"x%d": 1' % number for number in range(1_000_000)) + b"}",
+    b'{"prompt": [1], "x": ' + b'"\\"' * 5_000_000 + b'"}',
+    b'"' * (15 << 20),
 ]
 
 

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import re
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +28,7 @@ from dcpmla.serving.responses_body import ResponsesBody
 from dcpmla.serving.sampling_fields import SamplingFields
 from dcpmla.serving.tools import ToolUse
 from tests.support.agent import TEMPLATE, WEATHER
-from tests.support.scripted import scripted_tokenizer
+from tests.support.small_tokenizers import scripted_tokenizer
 from tests.support.workers import worker_of
 
 # As templates of DeepSeek, of GLM and of Qwen write arguments.
@@ -47,6 +49,23 @@ CHATS = Chats(model())
 
 def rendered(chats: Chats, conversation: Conversation) -> str:
     return asyncio.run(chats.prompt(conversation)).text
+
+
+def without_template(**types: str) -> Chats:
+    """Return the chats of a model without a template."""
+    prepared = model(**types)
+    prepared.tokenizer.chat_template = None
+    return Chats(prepared)
+
+
+def check_answer(chats: Chats, conversation: Conversation, prompt: Prompt, answer: str) -> None:
+    """Check that an answer is read as reasoning, a text, and a call for the weather of Rome."""
+    reader = chats.reader(conversation, prompt, skip_special_tokens=True)
+    reader.push(Output(0, answer, (1,), (), "stop"))
+    pieces = reader.take()
+    assert (pieces.reasoning, pieces.content) == ("hm", "I look")
+    assert [(piece.name, piece.text) for piece in pieces.calls] == [("weather", '{"city": "Rome"}')]
+    assert reader.finish_reason("stop") == "tool_calls"
 
 
 @pytest.mark.parametrize(
@@ -96,17 +115,13 @@ def test_what_the_template_would_not_show() -> None:
         with pytest.raises(ApiError, match=words):
             rendered(Chats(model(), template, parser), conversation)
     assert rendered(Chats(model(), plain), Conversation(user, thinking=False, reasoning_field="x")) == "a"
-    without = model()
-    without.tokenizer.chat_template = None
     with pytest.raises(ApiError, match="has no chat template"):
-        rendered(Chats(without), Conversation(user))
+        rendered(without_template(), Conversation(user))
 
 
 def test_a_published_encoding_in_place_of_a_template() -> None:
     """Of DeepSeek V3.2: the prompt opens the reasoning if it is asked for, and the answer has calls in DSML."""
-    without = model(model_type="deepseek_v32")
-    without.tokenizer.chat_template = None
-    chats = Chats(without)
+    chats = without_template(model_type="deepseek_v32")
     called = [tool_call("a", "weather", '{"city": "Rome"}')]
     messages = [
         {"role": "user", "content": "hi"},
@@ -119,13 +134,9 @@ def test_a_published_encoding_in_place_of_a_template() -> None:
     prompt = asyncio.run(chats.prompt(conversation))
     assert (prompt.text.endswith("<think>"), prompt.in_reasoning) == (True, True)
     assert '<｜DSML｜parameter name="city" string="true">Rome' in prompt.text
-    reader = chats.reader(conversation, prompt, skip_special_tokens=True)
-    invoke = '<｜DSML｜invoke name="weather"><｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>'
+    invoke = '<｜DSML｜invoke name="weather"><｜DSML｜parameter name="city" string="true">Rome</｜DSML｜parameter>'
     text = f"hm</think>I look\n\n<｜DSML｜function_calls>{invoke}</｜DSML｜invoke></｜DSML｜function_calls>"
-    reader.push(Output(0, text, (1,), (), "stop"))
-    pieces = reader.take()
-    assert (pieces.reasoning, pieces.content) == ("hm", "I look")
-    assert [(piece.name, piece.text) for piece in pieces.calls] == [("weather", '{"city": "Oslo"}')]
+    check_answer(chats, conversation, prompt, text)
     with pytest.raises(ApiError, match="refuses the messages"):
         rendered(chats, Conversation([messages[-1]]))
 
@@ -133,9 +144,7 @@ def test_a_published_encoding_in_place_of_a_template() -> None:
 @pytest.mark.parametrize(("model_type", "thinks"), [("deepseek_v32", False), ("deepseek_v4", True), ("kimi_k3", True)])
 def test_reasoning_of_a_published_encoding_by_default(model_type: str, thinks: bool) -> None:
     """As vLLM has it. Kimi-K3's text model has another type."""
-    without = model(model_type=model_type, text_type="kimi_linear")
-    without.tokenizer.chat_template = None
-    chats, user = Chats(without), [{"role": "user", "content": "hi"}]
+    chats, user = without_template(model_type=model_type, text_type="kimi_linear"), [{"role": "user", "content": "hi"}]
 
     def in_reasoning(**variables: Any) -> bool:
         return asyncio.run(chats.prompt(Conversation(user, variables=variables))).in_reasoning
@@ -149,15 +158,9 @@ def test_reasoning_of_a_published_encoding_by_default(model_type: str, thinks: b
 def test_two_formats_in_one_answer() -> None:
     """Reasoning as Mistral writes it, calls as Kimi does."""
     chats = Chats(model(), None, "kimi_k2", "mistral")
-    conversation = Conversation([], ToolUse([WEATHER]))
-    reader = chats.reader(conversation, Prompt([1], ""), skip_special_tokens=True)
     call = '<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"city": "Rome"}<|tool_call_end|>'
     text = f"[THINK]hm[/THINK]I look<|tool_calls_section_begin|>{call}<|tool_calls_section_end|>"
-    reader.push(Output(0, text, (1,), (), "stop"))
-    pieces = reader.take()
-    assert (pieces.reasoning, pieces.content) == ("hm", "I look")
-    assert [(piece.name, piece.text) for piece in pieces.calls] == [("weather", '{"city": "Rome"}')]
-    assert reader.finish_reason("stop") == "tool_calls"
+    check_answer(chats, Conversation([], ToolUse([WEATHER])), Prompt([1], ""), text)
 
 
 def test_hidden_tokens_in_pieces() -> None:
@@ -175,19 +178,26 @@ def test_hidden_tokens_in_pieces() -> None:
 
 WORDS = ["type", "role", "content", "text", "tool_calls", "function", "name", "arguments", "id", "input", "call_id"]
 WORDS += ["output", "summary", "tool_use_id", "thinking", "strict", "parameters", "input_schema", "format", "edits"]
-KINDS = [
-    "message",
-    "reasoning",
-    "function_call",
-    "function_call_output",
-    "tool_result",
-    "tool_use",
-    "user",
-    "assistant",
+KINDS = ["message", "reasoning", "function_call", "function_call_output", "tool_result", "tool_use", "user", "custom"]
+KINDS += ["assistant", "function", "text", "input_text", "tool", "system", "thinking", "auto", "none", "{}"]
+# Texts of values that no writer of JSON makes, each in the body as a string with its number.
+RAW = [
+    "-0.0",
+    "1e999",
+    "1e-400",
+    "9" * 400,
+    r'"\ud800"',
+    r'"\udfff\ud800"',
+    r'"\u0000"',
+    '"\x7f"',
+    "[" * 900 + "]" * 900,
 ]
-KINDS += ["function", "text", "input_text", "tool", "system", "thinking", "custom", "auto", "none", "{}"]
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(KINDS),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from([*KINDS, *(f"raw{at}" for at in range(9))]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=5),
     max_leaves=16,
 )
@@ -207,7 +217,9 @@ def test_any_json_is_a_request_or_an_error(
     names = st.sampled_from([items, *kind.model_fields, "logit_bias", "tools", "x"])
     value = st.lists(st.dictionaries(st.sampled_from(WORDS), JSON, max_size=6)) | JSON
     with suppress(ApiError):
-        body = parse(kind, json.dumps({**good, **data.draw(st.dictionaries(names, value, max_size=3))}).encode())
+        drawn = json.dumps(data.draw(st.dictionaries(names, value, max_size=3)))
+        text = json.dumps(good)[:-1] + ", " * (drawn != "{}") + drawn[1:]  # names may come twice
+        body = parse(kind, re.sub(r'"raw(\d)"(?!:)', lambda number: RAW[int(number[1])], text).encode())
         if isinstance(body, ChatRequest):
             conversation = body.conversation()
             assert all(isinstance(message["content"], str) for message in conversation.messages)
@@ -267,11 +279,8 @@ def test_contents_without_control_tokens_are_tokenized_whole() -> None:
 @given(st.lists(st.text("<|ab>", min_size=1, max_size=5), max_size=8), st.text("<|ab>x", max_size=30))
 def test_control_tokens_are_found(words: list[str], text: str) -> None:
     """As by trying all words at each place, the longest first."""
-
-    class Added:
-        added_tokens_decoder = dict(enumerate(words))
-
-    (message,) = ControlTokens(Added()).cut([{"role": "user", "content": text}])
+    tokenizer = SimpleNamespace(added_tokens_decoder=dict(enumerate(words)))
+    (message,) = ControlTokens(tokenizer).cut([{"role": "user", "content": text}])
     control = sorted((word for word in words if len(word) > 2 and word[0] == "<" and word[-1] == ">"), key=len)
     expected, start = "", 0
     while start < len(text):
@@ -283,11 +292,7 @@ def test_control_tokens_are_found(words: list[str], text: str) -> None:
 
 def test_control_tokens_are_found_soon() -> None:
     """Each place is looked at once, whatever the number of tokens is: a count, by the tree of their letters."""
-
-    class Added:
-        added_tokens_decoder = {number: f"<|place_holder_{number}|>" for number in range(800)}
-
-    pattern = ControlTokens(Added())._pattern
+    tokenizer = SimpleNamespace(added_tokens_decoder={number: f"<|place_holder_{number}|>" for number in range(800)})
+    pattern = ControlTokens(tokenizer)._pattern
     assert pattern is not None
     assert pattern.pattern.count("place_holder_") == 1
-    assert all(pattern.fullmatch(word) for word in Added.added_tokens_decoder.values())

@@ -30,33 +30,28 @@ from dcpmla.serving.messages import (
     Submit,
     merged,
     pack,
-    unpack_commands,
 )
-from dcpmla.serving.metrics import Metrics
-from dcpmla.serving.outbox import Outbox
 from dcpmla.serving.settings import Settings
 from dcpmla.serving.worker import Worker
 from tests.support.asgi import Client
 from tests.support.hash_model import Letters
 from tests.support.small_tokenizers import tokenizer_of
+from tests.support.transfer_servers import Ranks
 
 
-class Wire:
-    """A writer that keeps the commands."""
-
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
-
-    def write(self, packed: bytes) -> None:
-        self.sent += unpack_commands(packed)
-
-
-def make_engine(tokenizer: Any = None, **changes: int) -> tuple[Engine, Wire]:
-    wire: Any = Wire()
-    engine = Engine(wire, Outbox(wire), 1, Metrics())
+def make_engine(tokenizer: Any = None, **changes: int) -> tuple[Engine, Ranks]:
+    """Return an engine's end with a queue of one request, and its ranks, which answer nothing."""
+    ranks = Ranks("", answers=False)
+    ranks.engine.max_waiting = 1
     sizes = {"vocab_size": 100, "max_model_len": 50, "max_num_seqs": 2, "num_cache_tokens": 100}
-    engine.prepared = Prepared(Started("", **{**sizes, **changes}), tokenizer, "none is there")
-    return engine, wire
+    ranks.engine.prepared = Prepared(Started("", **{**sizes, **changes}), tokenizer, "none is there")
+    return ranks.engine, ranks
+
+
+def make_api(engine: Engine, worker: Worker | None = None) -> Api:
+    """Return the API over an engine's end, on any host's name."""
+    settings = Settings(name="model", request_timeout=30, host="0.0.0.0")
+    return Api(engine, settings, Limits(), worker or Worker(prepare))
 
 
 async def test_a_request_past_its_deadline_is_aborted() -> None:
@@ -67,7 +62,7 @@ async def test_a_request_past_its_deadline_is_aborted() -> None:
     ):
         await anext(generation.outputs())
     assert error.value.status == 504
-    assert wire.sent == [Submit([0], [0], [1, 2], SamplingParams()), Abort([0])]
+    assert wire.commands == [Submit([0], [0], [1, 2], SamplingParams()), Abort([0])]
     assert len(engine._open) == 0
 
 
@@ -87,7 +82,7 @@ def test_choices_are_one_submission_a_prompt() -> None:
     params = SamplingParams(max_new_tokens=99, seed=3)
     engine.submit([[1, 2], [3]], params, seconds=9, num_choices=2, cache_salt="own")
     seeds = [params.for_prompt(index).seed for index in range(4)]
-    assert wire.sent == [
+    assert wire.commands == [
         Submit([0, 1], seeds[:2], [1, 2], replace(params, max_new_tokens=48), "own"),
         Submit([2, 3], seeds[2:], [3], replace(params, max_new_tokens=49), "own"),
     ]
@@ -118,7 +113,7 @@ def test_abandoned_requests_that_were_not_sent_are_dropped() -> None:
     engine.abandon(unsent)
     engine.abandon(sent)
     engine._hand_out(Report([], 0, 0, 0, 0.0, {}))
-    assert [type(command) for command in wire.sent] == [Submit, Abort]
+    assert [type(command) for command in wire.commands] == [Submit, Abort]
     assert engine.metrics.registry.get_sample_value("dcpmla_requests_total", {"finish_reason": "abort"}) == 3
 
 
@@ -155,6 +150,43 @@ async def test_errors_of_the_engine(reason: str | None, error: str, status: int,
     assert (raised.value.status, raised.value.code) == (status, code)
 
 
+@pytest.mark.parametrize("fields", [{}, {"n": 3}, {"logprobs": 2}, {"stream": True}])
+async def test_an_open_request_holds_no_copy_of_its_prompt(fields: dict[str, Any]) -> None:
+    """Once it is sent: its answer may take minutes. All of it ends with its client."""
+    engine, wire = make_engine(max_num_seqs=5, max_model_len=50_000, num_cache_tokens=50_000)
+    app = make_api(engine).app()
+    num_before = num_long_lists(40_000)
+    client = Client(app, "/v1/completions", json.dumps({"prompt": [7] * 40_000, **fields}).encode())
+    while not wire.commands:
+        await asyncio.sleep(0.01)
+    assert [len(submitted.prompt_token_ids) for submitted in wire.commands] == [40_000]
+    wire.commands.clear()
+    await asyncio.sleep(0.1)
+    assert len(engine._open) == fields.get("n", 1)
+    assert num_long_lists(40_000) == num_before
+    await client.leave()
+    assert wire.commands == [Abort([*range(fields.get("n", 1))])]
+    assert len(engine._open) == 0
+
+
+def num_long_lists(length: int) -> int:
+    gc.collect()
+    return sum(type(each) is list and len(each) == length for each in gc.get_objects())
+
+
+def test_silence_is_not_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = make_engine()
+    engine._last, now = 0.0, 100.0
+    monkeypatch.setattr(client_module.time, "monotonic", lambda: now)
+    assert not engine.is_healthy
+    engine._last = now
+    engine._hand_out(Report([Output(7, "late")], 0, 0, 0, 0.0, {("preemptions",): 2}))  # abandoned meanwhile
+    assert engine.is_healthy
+    assert engine.metrics.registry.get_sample_value("dcpmla_preemptions_total") == 2
+    now += 11
+    assert not engine.is_healthy
+
+
 class Entries(tuple[int, ...]):
     """A tuple that counts the entries of concatenations."""
 
@@ -166,57 +198,14 @@ class Entries(tuple[int, ...]):
         return joined
 
 
-def test_many_outputs_are_joined_in_one_pass() -> None:
-    outputs = [Output(1, "a", Entries([number])) for number in range(2000)]
-    (whole,) = merged(outputs)
-    assert (len(whole.text), whole.token_ids) == (2000, tuple(range(2000)))
-    assert Entries.num_copied <= 2000  # in pairs it would be two millions
-
-
-@pytest.mark.parametrize("fields", [{}, {"n": 3}, {"logprobs": 2}, {"stream": True}])
-async def test_an_open_request_holds_no_copy_of_its_prompt(fields: dict[str, Any]) -> None:
-    """Once it is sent: its answer may take minutes."""
-    engine, wire = make_engine(max_num_seqs=5, max_model_len=50_000, num_cache_tokens=50_000)
-    app = Api(engine, Settings(name="model", request_timeout=30, host="0.0.0.0"), Limits(), Worker(prepare)).app()
-    num_before = num_long_lists(40_000)
-    client = Client(app, "/v1/completions", json.dumps({"prompt": [7] * 40_000, **fields}).encode())
-    while not wire.sent:
-        await asyncio.sleep(0.01)
-    assert [len(submitted.prompt_token_ids) for submitted in wire.sent] == [40_000]
-    wire.sent.clear()
-    await asyncio.sleep(0.1)
-    assert len(engine._open) == fields.get("n", 1)
-    assert num_long_lists(40_000) == num_before
-    await client.leave()
-
-
-def num_long_lists(length: int) -> int:
-    gc.collect()
-    return sum(type(each) is list and len(each) == length for each in gc.get_objects())
-
-
-def test_silence_is_not_health(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, _ = make_engine()
-    now = 100.0
-    monkeypatch.setattr(client_module.time, "monotonic", lambda: now)
-    assert not engine.is_healthy
-    engine._last = now
-    engine._hand_out(Report([Output(7, "late")], 0, 0, 0, 0.0, {("preemptions",): 2}))  # abandoned meanwhile
-    assert engine.is_healthy
-    assert engine.metrics.registry.get_sample_value("dcpmla_preemptions_total") == 2
-    now += 11
-    assert not engine.is_healthy
-
-
 def test_outputs_that_wait_come_as_one() -> None:
-    outputs = [
-        Output(1, "a", (5,), num_cached_tokens=4),
-        Output(2, "x", (6,)),
-        Output(1, "b", (7,), finish_reason="stop", num_cached_tokens=4),
-    ]
-    first, second = merged(outputs)
-    assert (first.text, first.token_ids, first.finish_reason, first.num_cached_tokens) == ("ab", (5, 7), "stop", 4)
-    assert second == outputs[1]
+    """In one pass: in pairs, two million tokens would be copied."""
+    outputs = [Output(1, "a", Entries([number]), num_cached_tokens=4) for number in range(2000)]
+    other, last = Output(2, "x", (6,)), outputs[-1]._replace(finish_reason="stop")
+    first, second = merged([outputs[0], other, *outputs[1:-1], last])
+    assert (first.text, first.token_ids, first.finish_reason) == ("a" * 2000, tuple(range(2000)), "stop")
+    assert (first.num_cached_tokens, second) == (4, other)
+    assert Entries.num_copied <= 2000
 
 
 def hear(engine: Engine, *messages: Message) -> None:
@@ -264,7 +253,7 @@ def test_a_stop_string_ends_a_request_in_front_of_the_ranks() -> None:
     (whole,) = merged([generation.queue.get_nowait() for _ in range(generation.queue.qsize())])
     assert (whole.text, whole.token_ids, whole.finish_reason, whole.stop_string) == ("AB", (0, 1, 2, 3), "stop", "CD")
     assert (len(whole.logprobs), whole.offsets) == (4, (0, 1, 2, 3))
-    assert wire.sent[1:] == [Stop(0, 4)]
+    assert wire.commands[1:] == [Stop(0, 4)]
     assert len(engine._open) == 0
 
 
@@ -274,6 +263,6 @@ def test_the_ranks_hear_how_far_texts_are() -> None:
     params = SamplingParams(max_new_tokens=99)
     engine.submit([[1, 2]], replace(params, stop=("?",)), seconds=9)
     engine.submit([[1, 2]], params, seconds=9)
-    num_sent = len(wire.sent)
+    num_sent = len(wire.commands)
     follow(engine, *([Output(0, "", (3,)), Output(1, "", (3,))] for _ in range(40)))
-    assert wire.sent[num_sent:] == [Seen({0: 16}), Seen({0: 32})]
+    assert wire.commands[num_sent:] == [Seen({0: 16}), Seen({0: 32})]

@@ -88,8 +88,12 @@ def prompt(num_facts: int = 25) -> str:
     return "; ".join([*(_numbers.choice(facts) for _ in range(num_facts)), *facts]) + "; amber-ant?"
 
 
+def post(server: RunningServer, body: dict[str, Any], path: str = "/v1/completions") -> httpx2.Response:
+    return httpx2.post(f"{server.url}{path}", json={"temperature": 0, **body}, headers=AUTHORIZED, timeout=90)
+
+
 def ask(server: RunningServer, body: dict[str, Any], path: str = "/v1/completions") -> dict[str, Any]:
-    answer = httpx2.post(f"{server.url}{path}", json={"temperature": 0, **body}, headers=AUTHORIZED, timeout=90)
+    answer = post(server, body, path)
     assert answer.status_code == 200, answer.text
     content: dict[str, Any] = answer.json()
     return content
@@ -118,6 +122,7 @@ def test_the_page_s_question(servers: Servers) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
+        {"messages": []},
         {"logprobs": 2},
         {"temperature": 1.5, "seed": 11, "logprobs": 0},
         {"stop": ["3 4", " "], "max_tokens": 8},
@@ -130,7 +135,11 @@ def test_the_page_s_question(servers: Servers) -> None:
 )
 def test_answers_are_those_of_one_server(servers: Servers, fields: dict[str, Any]) -> None:
     body, before = {"prompt": prompt(), "max_tokens": 6, **fields}, servers.num_moved()
-    if fields.get("stream"):
+    if "messages" in fields:
+        body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
+        answers = [ask(server, body, "/v1/chat/completions") for server in (servers.decode, servers.prefill)]
+        assert answers[0]["choices"] == answers[1]["choices"]
+    elif fields.get("stream"):
         answer, expected = (stream(server, body) for server in (servers.decode, servers.prefill))
         assert answer == expected
     else:
@@ -150,18 +159,8 @@ def without_numbers(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def stream(server: RunningServer, body: dict[str, Any]) -> str:
-    answer = httpx2.post(
-        f"{server.url}/v1/completions", json={"temperature": 0, **body}, headers=AUTHORIZED, timeout=90
-    )
-    chunks = read_events(answer.text.splitlines())
+    chunks = read_events(post(server, body).text.splitlines())
     return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
-
-
-def test_a_chat(servers: Servers) -> None:
-    body, before = {"messages": [{"role": "user", "content": prompt()}], "max_tokens": 4}, servers.num_moved()
-    answer, expected = (ask(server, body, "/v1/chat/completions") for server in (servers.decode, servers.prefill))
-    assert answer["choices"] == expected["choices"]
-    assert servers.num_moved() == before + 1
 
 
 def test_a_router(servers: Servers) -> None:
@@ -174,6 +173,9 @@ def test_a_router(servers: Servers) -> None:
         answer = ask(servers.decode, {**body, "kv_transfer_params": first["kv_transfer_params"]}, path)
         assert answer["choices"] == ask(servers.prefill, body, path)["choices"]
         assert servers.num_moved() == before + 1
+        again = ask(servers.decode, body, path)  # an equal prompt shares the blocks
+        assert again["choices"] == answer["choices"]
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
 ASK = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
@@ -196,14 +198,6 @@ def test_a_replay_changes_no_answer(servers: Servers, salts: tuple[str, str], is
         assert ask(servers.decode, {**body, **more})["choices"] == expected
     own = {"prompt": mine, "max_tokens": 4, "kv_transfer_params": field, **salted[0]}  # which still gets its blocks
     assert (ask(servers.decode, own)["choices"] != expected) is is_other
-
-
-def test_equal_prompts_share(servers: Servers) -> None:
-    body = {"prompt": prompt(), "max_tokens": 4}
-    first = ask(servers.prefill, {**body, "max_tokens": 1, "kv_transfer_params": ASK})
-    answers = [ask(servers.decode, body | more) for more in ({"kv_transfer_params": first["kv_transfer_params"]}, {})]
-    assert answers[0]["choices"] == answers[1]["choices"]
-    assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
 @pytest.mark.parametrize("num_facts", [25, 400])

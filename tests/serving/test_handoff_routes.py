@@ -199,15 +199,17 @@ class Proxy:
         return self.there.of(Submit)[-1]
 
 
-async def test_a_router_s_request_has_its_first_token_from_the_prefill_server() -> None:
-    for more in ({}, {"cache_salt": "pepper"}):
-        proxy = Proxy()
-        body = {"prompt": PROMPT, "max_tokens": 4, "stream": True, "seed": 3, **more}
-        there = await proxy.then(body, await proxy.first(body))
-        (here,) = proxy.here.of(Submit)
-        assert there.move.source == ("p", here.move.handoff)
+@pytest.mark.parametrize("salt", ["", "pepper"])
+async def test_a_router_s_request_has_its_first_token_from_the_prefill_server(salt: str) -> None:
+    """Two honest clients have equal prompts, each its own transfer: both are pulled, with the same keys of blocks."""
+    proxy = Proxy()
+    body = {"prompt": PROMPT, "max_tokens": 4, "stream": True, "seed": 3} | ({"cache_salt": salt} if salt else {})
+    kvs = [await proxy.first(body) for _ in range(2)]
+    for kv, here in zip(kvs, proxy.here.of(Submit), strict=True):
+        there = await proxy.then(body, kv)
+        assert there.move.source == ("p", here.move.handoff) == ("p", kv["remote_request_id"])
         assert there.move.first == FIRST._replace(logprob=None, top=())
-        assert here.seeds == there.seeds
+        assert (here.seeds, there.cache_salt) == (there.seeds, salt)
 
 
 async def test_several_answers_are_computed_by_the_decode_server() -> None:
@@ -273,15 +275,6 @@ async def test_an_edited_field_serves_nothing(change: dict[str, Any]) -> None:
         assert (await proxy.then(body, made)).move == STAYS
     other_start = await Proxy().first(body)
     assert (await proxy.then(body, other_start)).move == STAYS
-
-
-async def test_equal_prompts_share() -> None:
-    """Two honest clients, each with its own transfer: both are pulled, and both prompts get the same keys of blocks."""
-    proxy, body = Proxy(), {"prompt": PROMPT}
-    kvs = [await proxy.first(body) for _ in range(2)]
-    submits = [await proxy.then(body, kv) for kv in kvs]
-    assert [submit.move.source for submit in submits] == [("p", kv["remote_request_id"]) for kv in kvs]
-    assert {submit.cache_salt for submit in submits} == {""}
 
 
 async def test_a_streamed_prefill_ends_with_the_field() -> None:

@@ -13,14 +13,14 @@ from dcpmla.serving import receive
 from dcpmla.serving.app import Api
 from dcpmla.serving.background import Background, Prepared, prepare
 from dcpmla.serving.client import Engine
-from dcpmla.serving.connections import Limits
 from dcpmla.serving.messages import Started
-from dcpmla.serving.settings import Settings
 from dcpmla.serving.worker import CLIENT, Allowance, Worker
-from tests.serving.test_client import make_engine
+from tests.serving.test_client import make_api, make_engine
 from tests.support.agent import TEMPLATE, WEATHER
 from tests.support.asgi import Client
-from tests.support.scripted import scripted_tokenizer
+from tests.support.small_tokenizers import scripted_tokenizer
+
+pytestmark = pytest.mark.usefixtures("_short_texts_are_long")
 
 LONG = "word " * 20_000
 USER = [{"role": "user", "content": LONG}]
@@ -50,11 +50,6 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _short_texts_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dcpmla.serving.background._SMALL", 1 << 14)
-
-
 class Slow(Worker):
     """A process whose functions never end by themselves."""
 
@@ -74,7 +69,7 @@ def slow_api() -> tuple[Engine, Slow, Api]:
     model = Started("", len(tokenizer), 500_000, 2, 500_000, eos_token_ids=(1,))
     engine.prepared = Prepared(model, tokenizer)
     worker = Slow(prepare)
-    return engine, worker, Api(engine, Settings(name="model", request_timeout=30, host="0.0.0.0"), Limits(), worker)
+    return engine, worker, make_api(engine, worker)
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)

@@ -1,4 +1,7 @@
-"""Limits of a connection: whatever its state, a client cannot hold it, its memory or the event loop for ever."""
+"""Limits of a connection: whatever its state, a client cannot hold it, its memory or the event loop for ever.
+
+Nor can one that does not read its answer, reads it slowly, or gets it before it has sent the body.
+"""
 
 import json
 import os
@@ -13,11 +16,11 @@ from typing import Any
 import httpx2
 import pytest
 
-from dcpmla.serving.chat_body import ChatBody
-from dcpmla.serving.protocol import CompletionBody
 from tests.support.fake_ranks import (
     AT_ONCE,
+    ENDLESS,
     LONG,
+    LONG_TEXT,
     NEVER,
     SLOW,
     FakeRanks,
@@ -25,7 +28,7 @@ from tests.support.fake_ranks import (
     is_closed,
     request,
 )
-from tests.support.servers import AUTHORIZED, read_events
+from tests.support.servers import AUTHORIZED, KEY, read_events
 from tests.support.waiting import LATE, wait_until
 
 pytestmark = pytest.mark.usefixtures("within_limits")
@@ -112,57 +115,7 @@ def test_bodies_have_a_total(ranks: FakeRanks) -> None:
         assert answer.status_code == 200
 
 
-NAMES = [*CompletionBody.model_fields, *ChatBody.model_fields, "tools", "tokens", "x"]
-MESSAGE = {"role": "user", "content": "x"}
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        '{"messages": [' + ",".join([json.dumps(MESSAGE)] * 400_000) + "]}",
-        '{"messages": [' + ",".join([json.dumps(MESSAGE)] * 20_000) + "]}",
-        '{"messages": [' + ",".join(["{}"] * 5_000_000) + "]}",
-        '{"prompt": [1], "x": [' + ",".join(["[]"] * 5_000_000) + "]}",
-        '{"prompt": [1], "x": [' + ",".join(["1"] * 8_000_000) + "]}",
-        '{"prompt": [1], ' + ",".join(f'"x{number}": 1' for number in range(1_000_000)) + "}",
-        '{"prompt": [1], "x": ' + '"\\"' * 5_000_000 + '"}',
-        '"' * (15 << 20),
-    ],
-    ids=["messages", "many messages", "objects", "lists", "numbers", "fields", "escapes", "quotes"],
-)
-def test_absurd_bodies(ranks: FakeRanks, content: str) -> None:
-    path = "/v1/chat/completions" if "messages" in content[:20] else "/v1/completions"
-    for _ in range(2):
-        answer = httpx2.post(f"{ranks.url}{path}", content=content, headers=AUTHORIZED, timeout=LATE)
-        assert answer.status_code == 400
-
-
-NUMBERS = ["0", "-1", "7", "-0.0", "1e999", "1e-400", "NaN", "-Infinity", "9" * 400, str(2**63), str(2**64), "0.5"]
-STRINGS = [r'"\ud800"', r'"\udfff\ud800"', r'"\u0000"', '"\x7f"', '"é😀"', '""', '"a"', '"' + "x" * 3000 + '"']
 STATUSES = {200, 400, 401, 404, 405, 408, 411, 413, 414, 415, 422, 429, 431, 501, 503, 505}
-
-
-def random_json(draw: random.Random, depth: int = 0) -> str:
-    """Return the text of a value, which a strict parser may refuse."""
-    kind = draw.randrange(6 if depth < 4 else 3)
-    if kind < 3:
-        return draw.choice([["null", "true", "false"], NUMBERS, STRINGS][kind])
-    if kind == 3 and draw.random() < 0.1:
-        levels = draw.choice([30, 900, 20_000])
-        return "[" * levels + "]" * (levels - draw.randrange(2))
-    values = [random_json(draw, depth + 1) for _ in range(draw.randrange(4))]
-    if kind == 4:
-        return "{" + ", ".join(f'"{draw.choice(NAMES)}": {value}' for value in values) + "}"
-    return f"[{', '.join(values)}]"
-
-
-def random_body(draw: random.Random) -> bytes:
-    """Return a request for one token with some fields more, whose names may come twice."""
-    more = [f'"{draw.choice(NAMES)}": {random_json(draw)}' for _ in range(draw.randrange(4))]
-    fields = [f'"prompt": [{AT_ONCE}]', '"max_tokens": 1', *more]
-    draw.shuffle(fields)
-    body = ("{" + ", ".join(fields) + "}").encode()
-    return head(len(body), draw.choice(["/v1/completions", "/v1/chat/completions", "/tokenize", "/x"])) + body
 
 
 def random_bytes(draw: random.Random) -> bytes:
@@ -175,9 +128,7 @@ def random_bytes(draw: random.Random) -> bytes:
         request(LONG, stream=draw.random() < 0.5),
         request(SLOW, stream=True),
         request(AT_ONCE, n=draw.choice([0, 1, 5, 1000]), max_tokens=draw.choice([1, -1, 10**9])),
-        random_body(draw),
-        random_body(draw),
-        head(draw.choice([0, 1, 1000, 10**12])),
+        head(draw.choice([0, 1, 1000, 10**12]), draw.choice(["/v1/chat/completions", "/tokenize", "/x"])),
         head(0).replace(b"Content-Length: 0", f"Content-Length: {draw.choice(lengths)}".encode()) + b"{}",
         head(None) + draw.choice(chunks),
         b"GET /health HTTP/1.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
@@ -233,3 +184,88 @@ def test_random_clients(ranks: FakeRanks) -> None:
     assert statuses.keys() - {0} <= STATUSES
     assert statuses[200], statuses
     assert statuses[400], statuses
+
+
+UNREAD = [
+    request(LONG),
+    request(LONG).replace(b"\r\n", b"\r\nConnection: close\r\n", 1),
+    request(LONG, stream=True),
+    request(ENDLESS, stream=True),
+]
+
+
+def test_answers_that_are_not_read(ranks: FakeRanks) -> None:
+    num_before = len(ranks.submitted)
+    connections = [ranks.connect(data, buffer=4096) for data in UNREAD for _ in range(2)]
+    wait_until(lambda: len(ranks.submitted) == num_before + len(connections), "the requests do not come")
+    assert ranks.is_healthy()
+    wait_until(lambda: ranks.num_connections() == 0, "answers are held")
+    for connection in connections:
+        connection.close()
+
+
+def read_slowly(connection: socket.socket) -> int:
+    """Read a long answer in 8 s, which is several times `send_seconds`; return the number of its bytes."""
+    num_read = 0
+    while num_read < len(LONG_TEXT) and (part := connection.recv(1 << 20)):
+        num_read += len(part)
+        time.sleep(len(part) / (1 << 20))
+    connection.close()
+    return num_read
+
+
+def test_slow_answers_come_whole(ranks: FakeRanks) -> None:
+    """They take longer than any limit but --request-timeout, and connections are kept meanwhile."""
+    body = {"prompt": [SLOW]}
+    connections = [ranks.connect(request(LONG, stream=stream), buffer=1 << 18) for stream in (False, True)]
+    with (
+        httpx2.Client(base_url=ranks.url, headers=AUTHORIZED, timeout=LATE) as client,
+        ThreadPoolExecutor(3) as pool,
+    ):
+        numbers_read = pool.map(read_slowly, connections)
+        whole = pool.submit(client.post, "/v1/completions", json=body)
+        with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+            chunks = read_events([*response.iter_lines()])
+        assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == "a" * 16
+        assert whole.result().json()["choices"][0]["text"] == "a" * 16
+        kept = client.post("/v1/completions", json={"prompt": [AT_ONCE]})
+        assert kept.json()["choices"][0]["text"] == "a"
+        assert all(num_read >= len(LONG_TEXT) for num_read in numbers_read)
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (head(16 << 20, key="wrong"), 401),
+        (head(None, key="wrong"), 401),
+        (head((16 << 20) + 1), 413),
+    ],
+)
+def test_an_answer_before_the_body(ranks: FakeRanks, data: bytes, status: int) -> None:
+    connection = ranks.connect(data)
+    assert connection.recv(1000).startswith(f"HTTP/1.1 {status}".encode())
+    connection.close()
+
+
+def test_a_full_queue_reads_no_body(ranks: FakeRanks) -> None:
+    running = [ranks.connect(request(NEVER)) for _ in range(8)]
+    wait_until(lambda: len(ranks.open) == 8, "the requests do not come")
+    connection = ranks.connect(head(16 << 20))
+    assert connection.recv(1000).startswith(b"HTTP/1.1 429")
+    for each in [connection, *running]:
+        each.close()
+
+
+@pytest.mark.parametrize(("key", "status"), [("wrong", b"401"), (KEY, b"200")])
+def test_a_request_that_expects_100_is_the_last_one(ranks: FakeRanks, key: str, status: bytes) -> None:
+    """Refused early, its client may still send the body: no byte of it may be taken for another request."""
+    body = json.dumps({"prompt": [AT_ONCE]}).encode()
+    connection = ranks.connect(head(len(body), key=key)[:-2] + b"Expect: 100-continue\r\n\r\n")
+    answer = connection.recv(1 << 16)
+    if key == KEY:
+        assert answer == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(body)
+        answer = connection.recv(1 << 16)
+    assert answer.startswith(b"HTTP/1.1 " + status)
+    assert b"connection: close" in answer
+    assert is_closed(connection)

@@ -1,4 +1,4 @@
-"""Many streams at once, clients that go away, and what is left of them: nothing."""
+"""Many streams at once, clients that go away, and what is left of them: nothing. A benchmark names what it loses."""
 
 import asyncio
 import json
@@ -8,17 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import pytest
 
-from tests.support.launchers import run_forked, unattended
-from tests.support.servers import AUTHORIZED, RunningServer, read_events
+from benchmarks.http_load import describe_lost, drive
+from benchmarks.load import Load
+from tests.support.launchers import free_port, run_forked, unattended
+from tests.support.servers import AUTHORIZED, KEY, MAX_MODEL_LEN, RunningServer, read_events
 from tests.support.waiting import wait_until
 
 NUM_STREAMS = 100  # more than run at once
-
-
-def wait_for(server: RunningServer, name: str, value: float) -> None:
-    wait_until(lambda: server.metric(name) == value, name)
 
 
 def bodies() -> list[dict[str, Any]]:
@@ -79,26 +76,37 @@ async def test_every_answer_is_generate_s(server: RunningServer, model: Path, tm
     for answer, leave, text in zip(answers, leaves, expected, strict=True):
         assert answer == (text if leave is None else answer)
         assert leave is not None or answer is not None
-    wait_for(server, "requests_running", 0)
+    wait_until(lambda: server.metric("requests_running") == 0, "requests are left")
     assert server.metric("kv_cache_use") == 0
     assert server.metric("requests_waiting") == 0
 
 
-async def ask_and_leave(server: RunningServer, body: dict[str, Any]) -> None:
-    """Ask, and leave once the engine computes all choices: before that it would hold no blocks to free."""
-    async with httpx2.AsyncClient(base_url=server.url, headers=AUTHORIZED, timeout=120) as client:
-        answer = asyncio.create_task(client.post("/v1/completions", json=body))
-        await asyncio.to_thread(wait_for, server, "requests_running", body["n"])
-        answer.cancel()
+def load(*input_lens: int) -> Load:
+    """Return requests that come one after the other, with 7 new tokens each."""
+    arrival_times = [0.02 * index for index in range(len(input_lens))]
+    return Load(arrival_times, [[1 + index] * num for index, num in enumerate(input_lens)], [7] * len(input_lens))
 
 
-@pytest.mark.parametrize("is_stream", [True, False])
-async def test_a_client_that_goes_away_frees_its_blocks(server: RunningServer, is_stream: bool) -> None:
-    """The request would take thousands of steps."""
-    aborts = 'requests_total{finish_reason="abort"}'
-    body = {"prompt": "amber-ant?", "max_tokens": 2000, "ignore_eos": True, "stream": is_stream, "n": 2}
-    num_aborted = server.metric(aborts)
-    await ask_and_leave(server, body)
-    wait_for(server, "requests_running", 0)
-    assert server.metric("kv_cache_use") == 0
-    wait_for(server, aborts, num_aborted + 2)
+def test_nothing_is_lost(server: RunningServer) -> None:
+    requests = load(16, 60, 16)
+    answers = drive(server.url, requests, KEY, {"return_token_ids": True})
+    assert describe_lost(answers) == ""
+    assert [answer.arrival_time for answer in answers] == requests.arrival_times
+    for answer in answers:
+        assert (answer.num_tokens, len(answer.token_times)) == (7, 7)
+        assert answer.first_token_time is not None
+        assert answer.arrival_time < answer.first_token_time == answer.token_times[0]
+        assert answer.token_times == sorted(answer.token_times)
+        assert answer.token_times[-1] <= answer.finish_time
+
+
+def test_what_is_lost(server: RunningServer) -> None:
+    """A prompt too long for the server, a wrong key, and a server that is not there."""
+    answers = drive(server.url, load(16, MAX_MODEL_LEN, 16), KEY)
+    assert [bool(answer.error) for answer in answers] == [False, True, False]
+    assert describe_lost(answers).startswith("1 of 3 are lost: 1 x status 400")
+    answers = drive(server.url, load(16, 16, 16), "wrong")
+    assert describe_lost(answers).startswith("3 of 3 are lost: 3 x status 401")
+    answers = drive(f"http://localhost:{free_port()}", load(16, 16), KEY)
+    assert [answer.num_tokens for answer in answers] == [0, 0]
+    assert describe_lost(answers).startswith("2 of 2 are lost: ")

@@ -8,9 +8,8 @@ import openai
 import pytest
 
 from dcpmla.serving.responses_body import messages_of
-from tests.support.agent import SUM, WEATHER, call, run
-from tests.support.agent_bodies import CODEX
-from tests.support.scripted import RunningScript
+from tests.support.agent import CODEX, SUM, WEATHER, call, run
+from tests.support.fake_ranks import RunningScript
 from tests.support.servers import AUTHORIZED, KEY
 
 TOOLS: Any = [{"type": "function", "strict": False, **tool["function"]} for tool in (WEATHER, SUM)]
@@ -48,7 +47,7 @@ def test_a_text_with_reasoning(client: openai.OpenAI, scripted: RunningScript) -
     assert usage.output_tokens == encoded("so so</think>hello<|pad|> you<|end|>")
     assert usage.input_tokens == encoded(scripted.prompt)
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
-    params = scripted.submitted.params
+    params = scripted.latest.params
     assert (params.temperature, params.max_new_tokens) == (0.5, 100)
     plain = ask(client, reasoning={"effort": "none"})
     assert kinds(plain.output) == ["message"]
@@ -188,7 +187,7 @@ def test_formats_and_required_calls_have_grammars(client: openai.OpenAI, scripte
     end = scripted.tokenizer.convert_tokens_to_ids("</think>")
     for each in fields:
         response = ask(client, **each)
-        grammar = scripted.submitted.params.grammar
+        grammar = scripted.latest.params.grammar
         assert grammar is not None
         assert grammar.starts_after == (end,)
         assert response.text.format.type == each.get("text", {"format": {"type": "text"}})["format"]["type"]

@@ -22,24 +22,19 @@ from dcpmla.serving.reader import AnswerReader, HiddenTokens
 from dcpmla.serving.reading import RequestText
 from dcpmla.serving.replies import event
 from dcpmla.serving.slices import slices
-from tests.support.small_tokenizers import FAMILIES, SENTENCES, SPECIAL, byte_letter, tokenizer_of
+from tests.support.small_tokenizers import FAMILIES, SENTENCES, SPECIAL, ids_of_bytes, tokenizer_of
 from tests.support.whole_answers import body_of, whole_of
 from tests.support.workers import worker_of
 
 
-def texts_of(family: str) -> Texts:
+def texts_of(family: str, max_model_len: int = 1000) -> Texts:
     tokenizer = tokenizer_of(family)
-    prepared = Prepared(Started("", len(tokenizer), 1000, 4, 1000), tokenizer)
-    return Texts(Background(prepared, worker_of(tokenizer)))
+    model = Started("", len(tokenizer), max_model_len, 4, max_model_len, no_grammars="not of all of them")
+    return Texts(Background(Prepared(model, tokenizer), worker_of(tokenizer)))
 
 
 def prompt_of(family: str, content: str | list[int]) -> Prompt:
     return asyncio.run(texts_of(family).prompt(content, wants_text=True))
-
-
-def ids_of_bytes(content: bytes) -> list[int]:
-    letters = [byte_letter(byte) for byte in content]
-    return list(tokenizer_of("straddling").convert_tokens_to_ids(letters))
 
 
 def choice(family: str, prompt: Prompt, new: list[int], echo: bool, stop: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -66,21 +61,30 @@ def choice(family: str, prompt: Prompt, new: list[int], echo: bool, stop: tuple[
     return {**joined, "text_offset": once["logprobs"]["text_offset"]}
 
 
-@pytest.mark.parametrize("echo", [False, True])
-def test_offsets_of_characters_of_several_tokens(echo: bool) -> None:
-    new = ids_of_bytes("日!".encode())
-    answer = choice("straddling", prompt_of("straddling", "é:"), new, echo)
-    assert (answer["text"], answer["text_offset"]) == (
-        ("é:日!", [0, 0, 1, 2, 2, 2, 3]) if echo else ("日!", [0, 0, 0, 1])
-    )
-
-
-@pytest.mark.parametrize("echo", [False, True])
-def test_a_prompt_that_ends_inside_a_character(echo: bool) -> None:
-    prompt = prompt_of("straddling", ids_of_bytes(b"x\xf0\x9f"))
-    assert (prompt.text, prompt.offsets) == ("x", [0, 1, 1])
-    answer = choice("straddling", prompt, ids_of_bytes(b"\x8c\xb6!"), echo)
-    assert (answer["text"], answer["text_offset"]) == (("x🌶!", [0, 1, 1, 1, 1, 2]) if echo else ("🌶!", [0, 0, 1]))
+@pytest.mark.parametrize(
+    ("content", "of_prompt", "new", "stop", "of_answer"),
+    [
+        ("é:", ("é:", [0, 0, 1]), "日!".encode(), (), ("日!", [0, 0, 0, 1])),
+        (ids_of_bytes(b"x\xf0\x9f"), ("x", [0, 1, 1]), b"\x8c\xb6!", (), ("🌶!", [0, 0, 1])),
+        ("<eos>ab", ("<eos>ab", [0, 5, 6]), b"c", (), ("c", [0])),
+        ("x", ("x", [0]), b"abcd", ("bcd",), ("a", [0, 1, 1, 1])),  # a stop string is not in the text
+    ],
+)
+def test_offsets(
+    content: str | list[int],
+    of_prompt: tuple[str, list[int]],
+    new: bytes,
+    stop: tuple[str, ...],
+    of_answer: tuple[str, list[int]],
+) -> None:
+    """In characters of several tokens; a prompt may end inside one. An echo begins with the prompt's."""
+    prompt = prompt_of("straddling", content)
+    assert (prompt.text, prompt.offsets) == of_prompt
+    assert prompt_of("straddling", prompt.token_ids) == prompt
+    echoed = of_prompt[0] + of_answer[0], of_prompt[1] + [len(of_prompt[0]) + offset for offset in of_answer[1]]
+    for echo, expected in ((False, of_answer), (True, echoed)):
+        answer = choice("straddling", prompt, ids_of_bytes(new), echo, stop)
+        assert (answer["text"], answer["text_offset"]) == expected
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
@@ -96,28 +100,8 @@ def test_first_spaces(echo: bool, as_ids: bool) -> None:
         assert answer["text"][offset:].startswith(token)
 
 
-def test_special_tokens_of_prompts() -> None:
-    special = tokenizer_of("straddling").convert_tokens_to_ids(SPECIAL[1])
-    prompt = prompt_of("straddling", [special, *ids_of_bytes(b"ab")])
-    assert (prompt.text, prompt.offsets) == ("<eos>ab", [0, 5, 6])
-    assert prompt_of("straddling", "<eos>ab") == prompt
-    tokenizer = tokenizer_of("straddling")
-    assert choice("straddling", prompt, tokenizer.encode("c"), echo=True)["text_offset"] == [0, 5, 6, 7]
-
-
-def test_offsets_end_with_the_text() -> None:
-    """A stop string is not in the text."""
-    answer = choice("straddling", prompt_of("straddling", "x"), ids_of_bytes(b"abcd"), False, ("bcd",))
-    assert (answer["text"], answer["text_offset"]) == ("a", [0, 1, 1, 1])
-
-
 def test_only_an_echo_needs_offsets() -> None:
     assert asyncio.run(texts_of("straddling").prompt([1, 2], wants_text=False)) == Prompt([1, 2], "")
-
-
-@pytest.fixture
-def _short_texts_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dcpmla.serving.background._SMALL", 1 << 14)
 
 
 @pytest.mark.usefixtures("_short_texts_are_long")
@@ -125,22 +109,16 @@ def _short_texts_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("adds_special", [False, True])
 def test_tokens_are_those_of_the_tokenizer(family: str, adds_special: bool) -> None:
     """Of short texts in a thread, and of a long one in a child of the worker."""
-    texts, tokenizer = long_texts_of(family), tokenizer_of(family)
+    texts, tokenizer = texts_of(family, 200_000), tokenizer_of(family)
     for text in (*SENTENCES, f"a{SPECIAL[1]} b", "", f"{SENTENCES[0]}\n" * 2000):
         expected = tokenizer(text, add_special_tokens=adds_special)["input_ids"]
         assert asyncio.run(texts.encode([text], adds_special)) == expected
 
 
-def long_texts_of(family: str) -> Texts:
-    tokenizer = tokenizer_of(family)
-    model = Started("", len(tokenizer), 200_000, 4, 200_000, no_grammars="not of all of them")
-    return Texts(Background(Prepared(model, tokenizer), worker_of(tokenizer)))
-
-
 @pytest.mark.usefixtures("_short_texts_are_long")
 def test_long_texts_and_prompts_of_many_tokens_go_through_a_child() -> None:
     """With the same offsets and text as short ones have."""
-    texts = long_texts_of("straddling")
+    texts = texts_of("straddling", 200_000)
     token_ids = ids_of_bytes(b"ab \xc3") * 20_000
     for content in (token_ids, "ab " * 30_000):
         prompt = asyncio.run(texts.prompt(content, wants_text=True))

@@ -1,11 +1,9 @@
 """The values of usage and of /metrics: tokens that prefix reuse saved, and times, on a server and on a known clock."""
 
+import json
 import time
-from collections.abc import Callable
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 
 from dcpmla.serving.answers import Answers
@@ -13,68 +11,52 @@ from dcpmla.serving.messages import Output, Report
 from dcpmla.serving.metrics import Metrics, Timings
 from dcpmla.serving.prompts import Prompt
 from dcpmla.serving.protocol import CompletionBody
-from tests.support.servers import KEY, RunningServer
+from tests.support.servers import RunningServer
 
 BLOCK = 32  # tokens, over two ranks
 PROMPT = " ".join(f"amber-cat{number} 5;" for number in range(60))
-Usage = tuple[int, int]  # tokens of the prompt, and how many of them were cached
+MESSAGES = [{"role": "user", "content": PROMPT}]
+STREAMED = {"stream_options": {"include_usage": True}}
+ROUTES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # fields of a body, and those of a stream's
+    "/v1/completions": ({"prompt": PROMPT, "max_tokens": 3}, STREAMED),
+    "/v1/chat/completions": ({"messages": MESSAGES, "max_tokens": 3}, STREAMED),
+    "/v1/responses": ({"input": PROMPT, "max_output_tokens": 3}, {}),
+    "/v1/messages": ({"messages": MESSAGES, "max_tokens": 3}, {}),
+}
 TIMES = ("time_to_first_token_seconds", "request_seconds")
 
 
-def gpt(server: RunningServer) -> Any:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=60)
-
-
-def of_choices(create: Any, salt: str, streams: bool, **asked: Any) -> Usage:
-    options = {"stream_options": {"include_usage": True}} if streams else {}
-    done = create(model="needle", max_tokens=3, stream=streams, extra_body={"cache_salt": salt}, **options, **asked)
-    usage = [*done][-1].usage if streams else done.usage
-    return usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens
-
-
-def completions(server: RunningServer, salt: str, streams: bool) -> Usage:
-    return of_choices(gpt(server).completions.create, salt, streams, prompt=PROMPT)
-
-
-def chat(server: RunningServer, salt: str, streams: bool) -> Usage:
-    return of_choices(
-        gpt(server).chat.completions.create, salt, streams, messages=[{"role": "user", "content": PROMPT}]
-    )
-
-
-def responses(server: RunningServer, salt: str, streams: bool) -> Usage:
-    done = gpt(server).responses.create(
-        model="needle", input=PROMPT, max_output_tokens=3, stream=streams, extra_body={"cache_salt": salt}
-    )
-    usage = ([*done][-1].response if streams else done).usage
-    return usage.input_tokens, usage.input_tokens_details.cached_tokens
-
-
-def messages(server: RunningServer, salt: str, streams: bool) -> Usage:
-    client = anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0, timeout=60)
-    asked = [{"role": "user", "content": PROMPT}]
-    fields: Any = {"model": "needle", "max_tokens": 3, "messages": asked, "extra_body": {"cache_salt": salt}}
+def ask(client: Any, path: str, salt: str, streams: bool) -> tuple[int, int]:
+    """Return the number of the prompt's tokens, and how many of them were cached."""
+    body, more = ROUTES[path]
+    answer = client.post(path, json={**body, "cache_salt": salt, "stream": streams, **(more if streams else {})})
+    assert answer.status_code == 200, answer.text
+    texts = [answer.text]
     if streams:
-        usage: Any = [*client.messages.create(**fields, stream=True)][-2].usage  # type: ignore[union-attr]
-    else:
-        usage = client.messages.create(**fields).usage
-    assert usage.cache_creation_input_tokens == 0
-    return usage.input_tokens + usage.cache_read_input_tokens, usage.cache_read_input_tokens
+        texts = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+    values = list(map(json.loads, texts))
+    usages = [usage for value in values if (usage := value.get("response", value).get("usage"))]
+    usage: dict[str, Any] = usages[-1]
+    if path == "/v1/messages":
+        usage = values[0].get("message", values[0])["usage"] | usage
+        assert usage["cache_creation_input_tokens"] == 0
+        cached = usage["cache_read_input_tokens"]
+        return usage["input_tokens"] + cached, cached
+    kind = "input" if path == "/v1/responses" else "prompt"
+    return usage[f"{kind}_tokens"], usage[f"{kind}_tokens_details"]["cached_tokens"]
 
 
 @pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize("route", [completions, chat, responses, messages])
-def test_what_reuse_saves(
-    server: RunningServer, route: Callable[[RunningServer, str, bool], Usage], streams: bool
-) -> None:
+@pytest.mark.parametrize("path", ROUTES)
+def test_what_reuse_saves(server: RunningServer, client: Any, path: str, streams: bool) -> None:
     def totals() -> dict[str, float]:
         times = [f"{name}_{kind}" for name in TIMES for kind in ("count", "sum")]
         names = ["prompt_tokens_total", "cached_prompt_tokens_total", *times]
         return {name: server.metric(name) for name in names}
 
-    salt = f"{route.__name__} {streams}"
+    salt = f"{path} {streams}"
     before, started = totals(), time.monotonic()
-    (length, cached), again = route(server, salt, streams), route(server, salt, streams)
+    (length, cached), again = (ask(client, path, salt, streams) for _ in range(2))
     elapsed = time.monotonic() - started
     assert length > 3 * BLOCK
     assert (cached, again) == (0, (length, (length - 1) // BLOCK * BLOCK))
@@ -97,7 +79,11 @@ def test_choices_have_the_tokens_of_their_prompt_in_common() -> None:
     assert answers.whole()["usage"] == total
 
 
-def test_times_of_requests() -> None:
+def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(f"dcpmla_{name}", labels)
+
+
+def test_times_and_ends_of_requests() -> None:
     """Two requests of one submission: their first tokens after 2 and 5 s, three and one tokens in all."""
     metrics, timings = Metrics(), Timings(100.0)
     for now, output in (
@@ -117,14 +103,13 @@ def test_times_of_requests() -> None:
         "time_per_output_token_seconds_count": 1,
         "time_per_output_token_seconds_sum": 4,
     }
-    assert {name: metrics.registry.get_sample_value(f"dcpmla_{name}") for name in expected} == expected
+    assert {name: value(metrics, name) for name in expected} == expected
     for limit, number in (("1.0", 0), ("2.5", 1), ("5.0", 2)):
-        name = "dcpmla_time_to_first_token_seconds_bucket"
-        assert metrics.registry.get_sample_value(name, {"le": limit}) == number
-
-
-def value(metrics: Metrics, name: str, **labels: str) -> float | None:
-    return metrics.registry.get_sample_value(f"dcpmla_{name}", labels)
+        assert value(metrics, "time_to_first_token_seconds_bucket", le=limit) == number
+    for request_id, reason in ((3, "length"), (4, None)):
+        metrics.observe(Output(request_id, "e", (5,), finish_reason=reason), timings, 111.0)
+    ends = {reason: value(metrics, "requests_total", finish_reason=reason) for reason in ("stop", "length", "abort")}
+    assert ends == {"stop": 1, "length": 2, "abort": None}
 
 
 def test_totals_are_counted_once() -> None:
@@ -137,11 +122,3 @@ def test_totals_are_counted_once() -> None:
     assert value(metrics, "kv_offload_blocks_total", tier="host", direction="load") == 5
     assert value(metrics, "kv_transfer_requests_total", direction="received", outcome="done") == 5
     assert [value(metrics, name) for name in ("requests_running", "requests_waiting", "kv_cache_use")] == [1, 2, 0.5]
-
-
-def test_requests_are_counted_by_their_ends() -> None:
-    metrics, timings = Metrics(), Timings(1.0)
-    for request_id, reason in enumerate(("stop", "length", "length", None)):
-        metrics.observe(Output(request_id, "a", (7,), finish_reason=reason), timings, 2.0)
-    ends = {reason: value(metrics, "requests_total", finish_reason=reason) for reason in ("stop", "length", "abort")}
-    assert ends == {"stop": 1, "length": 2, "abort": None}

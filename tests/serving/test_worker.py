@@ -53,12 +53,6 @@ def sleep(model: str, path: str) -> None:
     time.sleep(600)
 
 
-async def test_functions_get_the_prepared_model() -> None:
-    own = Worker(prepared)
-    answers = await asyncio.gather(*(own.call("model", joined, number, "é") for number in range(5)))
-    assert answers == [["MODEL", number, "é"] for number in range(5)]
-
-
 def shape(prepared: Prepared, text: str) -> list[Any]:
     threads, token_ids = os.listdir(f"/proc/{os.getppid()}/task"), prepared.tokenizer.encode(text)
     return [len(threads), token_ids, prepared.no_tokenizer, prepared.vocabulary is not None]
@@ -120,7 +114,8 @@ async def test_functions_end_with_their_callers(tmp_path: Path) -> None:
     for task in tasks:
         task.cancel()
     worker.CLIENT.set("")
-    assert await own.call("m", joined, 1, "") == ["M", 1, ""]
+    answers = await asyncio.gather(*(own.call("m", joined, number, "é") for number in range(5)))
+    assert answers == [["M", number, "é"] for number in range(5)]
     pids = [int(path.read_text()) for path in paths if path.exists()]
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         await asyncio.sleep(0.01)

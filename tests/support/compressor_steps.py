@@ -38,12 +38,8 @@ def decodes_first(plan: CompressedPlan, new: tuple[int, ...]) -> list[int]:
 def build(
     plan: CompressedPlan, rank: int, new: tuple[int, ...], done: list[int], tables: list[list[int]]
 ) -> tuple[CompressedMetadata, tuple[PoolUpdate, ...]]:
-    requests = decodes_first(plan, new)
-    lens = [new[i] for i in requests]
-    step = StepBuilder(plan.dcp, rank, "cpu", compressed_traits(plan)).build(
-        StepRequests(
-            lens, [done[i] + new[i] for i in requests], [tables[i] for i in requests], [2 - i for i in requests]
-        ),
-        max_decode_query_len=1 + plan.num_drafts,
-    )
+    order = decodes_first(plan, new)
+    ends = [done[i] + new[i] for i in order]
+    requests = StepRequests([new[i] for i in order], ends, [tables[i] for i in order], [2 - i for i in order])
+    step = StepBuilder(plan.dcp, rank, "cpu", compressed_traits(plan)).build(requests, 1 + plan.num_drafts)
     return CompressedMetadata.of(step), pool_updates(step, step.tokens.positions)

@@ -35,9 +35,8 @@ class Case:
     has_fp8_queries: bool = False
     is_sharded: bool = False
     max_query_len: int | None = None  # requests are cut into pieces of this length, which share a row of the table
-    num_programs: int | None = (
-        None  # the workspace has room for 64 rows each; None: one for each multiprocessor, on a CPU the kernel's own
-    )
+    # The workspace has room for 64 rows each; None: one for each multiprocessor, on a CPU the kernel's own.
+    num_programs: int | None = None
 
     def inputs(self, device: str, seed: int = 0) -> dict[str, Any]:
         """Of `mla_decode`: random blocks in a cache of bytes 0xFF, NaN in every format's every part, wherever no key
@@ -178,19 +177,14 @@ def compare(
     assert not out[is_empty].any(), case
     assert torch.equal(lse == -torch.inf, is_empty), case
     torch.testing.assert_close(lse[~is_empty].double(), exact_lse[~is_empty].double(), atol=lse_tolerance, rtol=1e-4)
-    for rows, wrong in zip(
-        exact.split(256, -1), (out.double() - exact).split(256, -1), strict=True
-    ):  # halves: other warps write each
+    # Halves, because other warps write each.
+    for rows, wrong in zip(exact.split(256, -1), (out.double() - exact).split(256, -1), strict=True):
         error = (wrong.norm(dim=-1) / rows.norm(dim=-1).clamp(min=1e-30)).max()
         assert error < tolerance, f"{case}: error {error:.1e} of a row"
 
 
-SMALL = {
-    "kv_lora_rank": 32,
-    "rope": 16,
-    "block_size": 16,
-    "dtype": torch.float16,
-}  # the interpreter multiplies bfloat16 as integers
+# The interpreter multiplies bfloat16 as integers.
+SMALL = {"kv_lora_rank": 32, "rope": 16, "block_size": 16, "dtype": torch.float16}
 
 
 def long_case(num_reqs: int, num_keys: int, **fields: Any) -> Case:

@@ -3,7 +3,7 @@
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ def check_replays(
                 tensor.copy_(value)
         graph.replay()
         between(seed)
-        assert_same_bits(tuple(outcomes), tuple(wanted))
+        assert_same_bits(outcomes, wanted)
 
 
 def draw(exchange: DirectExchange, shape: Shape, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,9 +116,9 @@ def exchange_all(exchange: DirectExchange, q: Tensor, out: Tensor, lse: Tensor) 
     return exchange.gather_heads(q), *exchange.combine(out, lse)
 
 
-def assert_same_bits(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+def assert_same_bits(got: Iterable[Tensor], wanted: Iterable[Tensor]) -> None:
     for one, other in zip(got, wanted, strict=True):
-        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 def lay_out(tensor: Tensor, kind: int) -> Tensor:
@@ -143,9 +143,8 @@ def exchange_once(
     time.sleep(own.choice((0, 0.02)))
     mailbox = exchange.mailbox(*out.shape[1:], dtype)
     if mailbox and exchange.device.type == "cpu" and own.random() < 0.3:  # the others cannot tell
-        send_rows(
-            out[rank], lse[rank], exchange._landings, exchange._mailbox.state, exchange._mailbox.landing_bytes, rank
-        )
+        place = exchange._mailbox.state, exchange._mailbox.landing_bytes
+        send_rows(out[rank], lse[rank], exchange._landings, *place, rank)
         merged, merged_lse = torch.empty_like(out[rank, :, heads]), torch.empty_like(lse[rank, :, heads])
         direct_ops.enter("out", merged, mailbox)
         direct_ops.collect(merged, merged_lse, mailbox)
@@ -171,12 +170,9 @@ def exchange_contexts(exchange: DirectExchange, num_chunks: int, common: random.
         if chunk < num_chunks:
             num_rows, width, dtype = common.randint(1, 60), common.choice((8, 40, 64)), common.choice(DTYPES)
             generator = torch.Generator().manual_seed(chunk)
-            rows = torch.randn(exchange.size, num_rows, width + 8, generator=generator).to(exchange.device, dtype)[
-                ..., :width
-            ]
-            order = torch.randperm(len(rows) * num_rows, generator=generator)[
-                : common.randint(1, len(rows) * num_rows)
-            ].to(rows.device)
+            wide = torch.randn(exchange.size, num_rows, width + 8, generator=generator).to(exchange.device, dtype)
+            rows, order = wide[..., :width], torch.randperm(exchange.size * num_rows, generator=generator)
+            order = order[: common.randint(1, len(order))].to(rows.device)
             finish = exchange.start_context(rows[rank], order, tokens_of_rows(order, num_rows, rank))
             held.append((finish(), rows.flatten(0, 1)[order]))
             assert torch.equal(*held[-1])

@@ -37,8 +37,8 @@ def bytes_of(pieces: list[memoryview]) -> bytes:
     return b"".join(pieces)
 
 
-def open_file(directory: Path, num_slots: int = 4, rank: int = 0) -> BlockFile:
-    return BlockFile(DiskFolder(directory, IDENTITY).claim(rank), num_slots, SLOT_BYTES)
+def open_file(directory: Path, num_slots: int = 4) -> BlockFile:
+    return BlockFile(DiskFolder(directory, IDENTITY).claim(0), num_slots, SLOT_BYTES)
 
 
 def read_slot(file: BlockFile, slot: int, key: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""An HTTP process over threads that play the ranks, and raw requests to it."""
+"""An HTTP process over threads that play the ranks, also a model that follows a script, and raw requests to it."""
 
 import json
 import socket
@@ -11,6 +11,7 @@ from typing import Any
 import httpx2
 import psutil
 
+from dcpmla.runtime.request import Request, TokenLogprobs
 from dcpmla.serving.connections import Limits
 from dcpmla.serving.frontend import listen
 from dcpmla.serving.http import serve_http
@@ -37,6 +38,7 @@ from tests.support.waiting import LATE
 AT_ONCE, NEVER, LONG, SLOW, ENDLESS = range(5)
 LONG_TEXT = "x" * (8 << 20)
 Answer = Callable[[Submit, int], Iterator[Output]]
+Script = Callable[[str], str]  # prompt -> answer, without its end
 
 
 def by_first_token(submit: Submit, request_id: int) -> Iterator[Output]:
@@ -137,6 +139,57 @@ class FakeRanks:
             while True:
                 self._send(Report([], self._num_bytes, 0, 0, 0.0, {}))
                 time.sleep(0.5)
+
+
+class RunningScript(FakeRanks):
+    """A server whose model follows a script, so that clients' conversations have exact results.
+
+    Args:
+        tokenizer: Tokenizer, which the server reads from a directory.
+        is_mute: Whether requests get no answer.
+        settings: Settings of the server that differ from those of all scripts.
+    Attributes:
+        step: Number of tokens of an output.
+    """
+
+    def __init__(
+        self, tokenizer: Any, script: Script, directory: object, is_mute: bool = False, **settings: Any
+    ) -> None:
+        self.tokenizer, self._script, self._is_mute, self.step = tokenizer, script, is_mute, 1
+        self._eos = frozenset([tokenizer.eos_token_id])
+        tokenizer.save_pretrained(directory)
+        started = Started(str(directory), len(tokenizer), 100_000, 4, 100_000, "scripted", eos_token_ids=[*self._eos])
+        options = {"name": "scripted", "api_key": KEY, "request_timeout": 60, "max_waiting": 16, "drain_seconds": 1}
+        super().__init__(self._follow, started, Settings(**{**options, **settings}))
+
+    @property
+    def latest(self) -> Submit:
+        """Return the latest prompt that has come."""
+        return self.submitted[-1]
+
+    @property
+    def prompt(self) -> str:
+        """Return the text of the latest prompt that has come."""
+        return str(self.tokenizer.decode(self.latest.prompt_token_ids))
+
+    def num_tokens(self, text: str) -> int:
+        return len(self.tokenizer.encode(text))
+
+    def _follow(self, submit: Submit, request_id: int) -> Iterator[Output]:
+        request, num_sent = Request(submit.prompt_token_ids, submit.params), 0
+        text = self._script(self.tokenizer.decode(submit.prompt_token_ids))
+        tokens = self.tokenizer.encode(text, add_special_tokens=False) + [*self._eos]
+        for token in () if self._is_mute else tokens:
+            request.append(token, self._eos)
+            if request.finish_reason or len(request.token_ids) - num_sent >= self.step:
+                new = tuple(request.token_ids[num_sent:])
+                logprobs = tuple(TokenLogprobs(each, -0.5, ((each, -0.5),)) for each in new)
+                if submit.params.logprobs is None:
+                    logprobs = ()
+                yield Output(request_id, "", new, logprobs, request.finish_reason)
+                num_sent = len(request.token_ids)
+            if request.finish_reason:
+                return
 
 
 def head(length: int | None, path: str = "/v1/completions", key: str = KEY) -> bytes:

@@ -10,6 +10,7 @@ from dcpmla import MLAAttention, MLAConfig, Placement, init_mesh
 from dcpmla.comm.select import select_exchange
 from dcpmla.parallel.quantized import BlockFp8, dequantize
 from tests.parallel.test_fp8_linear import blocks
+from tests.support.dense_layer import shapes as shapes_of
 from tests.support.layouts import dcp_config
 
 CONFIG = MLAConfig(
@@ -37,18 +38,11 @@ class Stored:
         return dequantize(self.weight, torch.float32)[index]
 
     def stored(self, rows: slice, cols: slice) -> BlockFp8 | Tensor:
-        first, last = (
-            [bound for bound, size in zip(bounds, self.shape, strict=True)]
-            for bounds in zip(
-                *(part.indices(size)[:2] for part, size in zip((rows, cols), self.shape, strict=True)), strict=True
-            )
-        )
-        if any(
-            start % 128 or (stop % 128 and stop < size)
-            for start, stop, size in zip(first, last, self.shape, strict=True)
-        ):
+        bounds = [part.indices(size) for part, size in zip((rows, cols), self.shape, strict=True)]
+        ends = zip(bounds, self.shape, strict=True)
+        if any(start % 128 or (stop % 128 and stop < size) for (start, stop, _), size in ends):
             return self[rows, cols]
-        cuts = tuple(slice(start // 128, -(-stop // 128)) for start, stop in zip(first, last, strict=True))
+        cuts = tuple(slice(start // 128, -(-stop // 128)) for start, stop, _ in bounds)
         return BlockFp8(self.weight.codes[rows, cols], self.weight.scales[cuts])
 
 
@@ -69,19 +63,8 @@ def dequantized(weights: Mapping[str, Any]) -> dict[str, Tensor]:
 def checkpoint(config: MLAConfig) -> dict[str, Any]:
     """Make a whole layer's weights in block fp8, but for the indexer's weights_proj."""
     assert config.q_lora_rank is not None
-    heads, kv_width = config.num_heads, config.qk_nope_head_dim + config.v_head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "q_a_proj.weight": (config.q_lora_rank, config.hidden_size),
-        "kv_a_proj_with_mqa.weight": (config.latent_dim, config.hidden_size),
-        "q_b_proj.weight": (heads * config.qk_head_dim, config.q_lora_rank),
-        "kv_b_proj.weight": (heads * kv_width, config.kv_lora_rank),
-        "o_proj.weight": (config.hidden_size, heads * config.v_head_dim),
-        "q_a_layernorm.weight": (config.q_lora_rank,),
-        "kv_a_layernorm.weight": (config.kv_lora_rank,),
-        "q_a_proj.bias": (config.q_lora_rank,),
-        "kv_a_proj_with_mqa.bias": (config.latent_dim,),
-        "o_proj.bias": (config.hidden_size,),
-    }
+    widths = {"q_a_proj": config.q_lora_rank, "kv_a_proj_with_mqa": config.latent_dim, "o_proj": config.hidden_size}
+    shapes = {**shapes_of(config), **{f"{name}.bias": (width,) for name, width in widths.items()}}
     if config.indexer is not None:
         width, index_heads = config.indexer.head_dim, config.indexer.num_heads
         shapes |= {

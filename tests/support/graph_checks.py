@@ -27,6 +27,7 @@ from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.parallel.mesh import DCPMesh, init_mesh
 from dcpmla.runtime.graph import Step, StepGraph
 from dcpmla.runtime.sampling import SamplingParams
+from tests.support.direct_checks import assert_same_bits
 from tests.support.models import VOCAB_SIZE
 from tests.support.whole_models import device_of, load_engine_on_rank, load_on_rank
 
@@ -133,7 +134,7 @@ def check_rows(
         skew()
         out = graph.run(inputs, requests)
         assert bool(out.isfinite().all())
-        same_bits([out, *memory_of(cache)], [padded, *padded_cache])
+        assert_same_bits([out, *cache.tensors], [padded, *padded_cache])
         check_written(cache, before, metadata)
         if exact_to is not None:
             restore(cache, before)
@@ -163,10 +164,6 @@ def new_cache(
     )
 
 
-def memory_of(cache: LatentCache) -> list[Tensor]:
-    return cache.tensors
-
-
 def steps(
     dcp: DCPConfig, mesh: DCPMesh, device: torch.device, generator: torch.Generator, is_sparse: bool
 ) -> Iterator[tuple[StepRequests, StepMetadata]]:
@@ -187,8 +184,7 @@ def new_builder(dcp: DCPConfig, mesh: DCPMesh, device: torch.device, is_sparse: 
 
 def poison(cache: LatentCache, metadata: StepMetadata, dcp: DCPConfig, generator: torch.Generator) -> list[Tensor]:
     """NaN wherever nobody has written, random rows of this rank's tokens before the step. Returns copies."""
-    assert metadata.decode is not None
-    for layer in memory_of(cache):
+    for layer in cache.tensors:
         layer.view(torch.uint8).fill_(0xFF)  # NaN in every format
         rows = layer.flatten(0, 1)
         for table, length in zip(
@@ -208,29 +204,24 @@ def draw_rows(num_rows: int, width: int, dtype: torch.dtype, generator: torch.Ge
 
 
 def copies(cache: LatentCache) -> list[Tensor]:
-    return [layer.clone() for layer in memory_of(cache)]
+    return [layer.clone() for layer in cache.tensors]
 
 
 def restore(cache: LatentCache, before: list[Tensor]) -> None:
-    for layer, old in zip(memory_of(cache), before, strict=True):
+    for layer, old in zip(cache.tensors, before, strict=True):
         layer.copy_(old)
 
 
-def same_bits(found: list[Tensor], expected: list[Tensor]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
-
-
 def check_written(cache: LatentCache, before: list[Tensor], metadata: StepMetadata) -> None:
-    """Return the slots of this rank's tokens, and no others."""
+    """Check that a step wrote the slots of this rank's tokens, and no others."""
     mine = metadata.tokens.slots[metadata.tokens.slots >= 0]
-    for layer, old in zip(memory_of(cache), before, strict=True):
+    for layer, old in zip(cache.tensors, before, strict=True):
         written = layer.flatten(0, 1)[mine]
         assert bool((written.view(torch.uint8) != 0xFF).any(1).all())
         assert is_quantized(layer.dtype) or bool(written.isfinite().all())
         expected = old.clone()
         expected.flatten(0, 1)[mine] = layer.flatten(0, 1)[mine]
-        same_bits([layer], [expected])
+        assert_same_bits([layer], [expected])
 
 
 def serve_loaded(

@@ -1,6 +1,7 @@
 """Checks of kernels on both devices that run them: a GPU, and Triton's interpreter on CPUs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,7 +19,6 @@ def run_kernels(device: str, *checks: Callable[[str], None]) -> None:
     if device == "cuda":
         _run_checks(device, *checks)
     else:
-        pytest.importorskip("triton")
         run_interpreted(1, _run_checks, device, *checks)
 
 
@@ -29,6 +29,16 @@ def _run_checks(device: str, *checks: Callable[[str], None]) -> None:
         convert_as_torch()
     for check in checks:
         check(device)
+
+
+@contextmanager
+def nan_in_new_memory() -> Iterator[None]:
+    """Fill the memory of new tensors with NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -92,9 +92,9 @@ def late_disk(
     return _opener(directory, num_blocks, rank, group, lambda file: LateTransfers(file, rng, num_polls, share))
 
 
-def threaded_disk(directory: Path, num_blocks: int, rank: int = 0, group: Any = None) -> OpenDisk:
+def threaded_disk(directory: Path, num_blocks: int) -> OpenDisk:
     """Return a function that gives host memory a file of so many blocks, and a quarter as many states, with threads."""
-    return _opener(directory, num_blocks, rank, group, DiskTransfers)
+    return _opener(directory, num_blocks, 0, None, DiskTransfers)
 
 
 def _opener(directory: Path, num_blocks: int, rank: int, group: Any, transfers: Callable[[BlockFile], Any]) -> OpenDisk:

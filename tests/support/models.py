@@ -2,11 +2,13 @@
 at 0).
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from dcpmla.integrations.families.table import FAMILIES as TABLE
 from tests.support.kimi_k3_files import TEXT, save_k3
@@ -136,6 +138,17 @@ _DOTS3 = {
 }
 
 
+# Layers 2, 3 and 5 reuse latents; 3 has no indexer, 3 and 5 no positions.
+LARGE4_SHARING: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "no_rope_layers": [1, 0, 1, 0, 1, 0],
+    "kv_source_layers": [0, 1, 0, 1, 4, 1],
+    "indexer_types": ["full", "full", "full", "shared", "shared", "full"],
+    "mlp_layer_types": ["dense"] + ["sparse"] * 5,
+    "layer_types": ["indexed_attention"] * 6,
+}
+
+
 _GLM_VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 48}
 
 
@@ -246,8 +259,8 @@ def random_model(config: Any, seed: int = 0) -> Any:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "norm" in name:
             tensor.data.uniform_(0.5, 1.5)
-        elif config.model_type == "axk2" and name.endswith("e_score_correction_bias"):
-            tensor.data.uniform_(0, 0.4)  # transformers leaves ties open, and unchosen experts tie at 0
+        elif config.model_type == "axk2" and config.n_group and name.endswith("e_score_correction_bias"):
+            tensor.data.uniform_(0, 0.4)  # transformers leaves ties open, and experts of unchosen groups tie at 0
         elif name.endswith(("bias", "sinks", "_hc.base", "hc_head.hc_base")):
             tensor.data.normal_(0, 0.2)
         elif name.endswith("softmax_scaling.scale"):
@@ -265,9 +278,35 @@ def random_model(config: Any, seed: int = 0) -> Any:
     return model
 
 
-def save_tiny(family: str, directory: Path) -> Any:
-    if family == "kimi_k3":  # transformers has no such model
-        return save_k3(directory)
-    model = random_model(tiny_config(family))
+def save_tiny(family: str, directory: Path, **fields: Any) -> Any:
+    """Save a tiny checkpoint with these fields of its config; return its model, ours where transformers has none."""
+    if family == "kimi_k3":
+        return save_k3(directory, **fields)
+    if family == "deepseek_v41":
+        from tests.support.deepseek_v41_files import save_v41  # which imports this file
+
+        return save_v41(directory, **fields)
+    if family == "sarvam_mla":
+        from tests.support.sarvam_files import save_sarvam  # likewise
+
+        return save_sarvam(directory)
+    config = tiny_config(family)
+    if fields:
+        config = type(config)(**config.to_dict() | fields, attn_implementation=config._attn_implementation)
+    model = random_model(config)
     model.save_pretrained(directory)
     return model
+
+
+def drop_zero_experts(directory: Path, num_experts: int) -> None:
+    """Remove the weights of experts beyond num_experts from a saved LongCat."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    expert = re.compile(r"\.experts\.(\d+)\.")
+    kept = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if (found := expert.search(name)) is None or int(found[1]) < num_experts
+    }
+    assert len(kept) < len(tensors)
+    save_file(kept, file, metadata={"format": "pt"})

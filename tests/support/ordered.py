@@ -150,7 +150,6 @@ def prefill(sizes: Sizes, size: int, batch: Batch, workspace: int = 1 << 16) -> 
     shared = share_caches(sizes, dcp, batch, 0)
     q = queries(sizes, batch, sizes.nope + sizes.rope)
     prefill = shared[0][1].prefill
-    assert prefill is not None
     widths = sizes.latent, sizes.rope
     kv_scale = torch.ones(1, device=sizes.device) if sizes.cache_format == "fp8" else None
     exchange = AllRanks(*zip(*shared, strict=True))

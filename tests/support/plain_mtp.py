@@ -53,7 +53,13 @@ def _text_model(model: Any) -> Any:
 
 
 class PlainMtp:
-    """The report's module: norms of the embedding and of the hidden state, a projection of both, a decoder layer."""
+    """The report's module: norms of the embedding and of the hidden state, a projection of both, a decoder layer.
+
+    Attributes:
+        masks_first: Whether the embedding of the first position is zero, as in vLLM: "not needed by MTP".
+    """
+
+    masks_first = False
 
     def __init__(self, family: str, **fields: Any) -> None:
         torch.manual_seed(1)
@@ -64,12 +70,7 @@ class PlainMtp:
         self.base = random_model(self.config, seed=0)
         state = self.with_layer.state_dict()
         self.base.load_state_dict({name: state[name] for name in self.base.state_dict()})
-        layer, self.names = _text_model(self.with_layer).layers[-1], MtpNames.of(self.config)
-        if family == "longcat_flash":  # any of its layers has the parts of the module's, twice
-            parts = layer.self_attn[0], layer.mlps[0], layer.input_layernorm[0], layer.post_attention_layernorm[0]
-        else:
-            parts = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
-        self.attention, self.mlp, self.first_norm, self.second_norm = parts
+        self.use_layer()
         num_layers = self.config.num_hidden_layers
         shapes = family_of(self.config).mtp_shapes(self.config, f"model.layers.{num_layers}", {})
         published = {family_of(self.config).module_name(name, num_layers): name for name in self.names.all()}
@@ -78,6 +79,15 @@ class PlainMtp:
             for name, shape in shapes.items()
             if "_layernorm" not in name
         }
+
+    def use_layer(self) -> None:
+        """Use the parts of the last layer, and the names of the config."""
+        layer, self.names = _text_model(self.with_layer).layers[-1], MtpNames.of(self.config)
+        if self.config.model_type == "longcat_flash":  # any of its layers has the parts of the module's, twice
+            parts = layer.self_attn[0], layer.mlps[0], layer.input_layernorm[0], layer.post_attention_layernorm[0]
+        else:
+            parts = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
+        self.attention, self.mlp, self.first_norm, self.second_norm = parts
 
     def agree(self, share: float) -> Self:
         """Let branches of the residual add so little that the module's drafts are often the model's tokens."""
@@ -153,7 +163,10 @@ class PlainMtp:
         return {"attention_mask": mask, "position_embeddings": angles, "position_ids": positions}
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.own[name], self.config.rms_norm_eps)
+        out = F.rms_norm(x, x.shape[-1:], self.own[name], self.config.rms_norm_eps)
+        if self.masks_first and name == self.names.embedding_norm:
+            out[:, 0] = 0
+        return out
 
 
 class PlainStreamMtp(PlainMtp):

@@ -9,9 +9,8 @@ from dcpmla.attention.backends import reference
 from dcpmla.attention.backends.calls import PrefillCall, Segments, join_keys
 
 SCALE = 0.17
-Case = tuple[
-    list[int], list[int] | None, int, tuple[int, int, int]
-]  # query_lens, key_lens (None: causal), heads, (P, R, V)
+# query_lens, key_lens (None: causal), heads, (P, R, V).
+Case = tuple[list[int], list[int] | None, int, tuple[int, int, int]]
 
 
 def segments(lens: Sequence[int], device: str) -> Segments:
@@ -21,9 +20,8 @@ def segments(lens: Sequence[int], device: str) -> Segments:
 
 def poisoned(rows: Tensor, dtype: torch.dtype, device: str) -> Tensor:
     """Return the same rows in a view with NaN on all sides."""
-    whole = torch.full(
-        (rows.shape[0] + 200, *rows.shape[1:-1], rows.shape[-1] + 16), torch.nan, dtype=dtype, device=device
-    )
+    shape = rows.shape[0] + 200, *rows.shape[1:-1], rows.shape[-1] + 16
+    whole = torch.full(shape, torch.nan, dtype=dtype, device=device)
     view = whole[8 : 8 + rows.shape[0], ..., 8 : 8 + rows.shape[-1]]
     return view.copy_(rows)
 
@@ -47,12 +45,8 @@ def check_prefill(
     queries, keys = segments(query_lens, device), segments(query_lens if key_lens is None else key_lens, device)
     generator = torch.Generator().manual_seed(0)
     num_tokens, num_keys = queries.start[-1], keys.start[-1]
-    shapes = [
-        (num_tokens, num_heads, nope + rope),
-        (num_keys, num_heads, nope),
-        (num_keys, rope),
-        (num_keys, num_heads, v_head_dim),
-    ]
+    shapes = [(num_tokens, num_heads, nope + rope), (num_keys, num_heads, nope), (num_keys, rope)]
+    shapes.append((num_keys, num_heads, v_head_dim))
     q, k_nope, k_pe, v = (poisoned(torch.randn(shape, generator=generator), dtype, device) for shape in shapes)
     mask = None if draw_mask is None else draw_mask(num_tokens, max(keys.lens))
     causal, device_mask = key_lens is None, None if mask is None else mask.to(device)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.support.models import random_model, tiny_config
+from tests.support.models import save_tiny, tiny_config
 
 ALL = 1 << 30  # rows or columns of a block that is the whole matrix
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -23,9 +23,20 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _QUANTIZED = re.compile(
     r"(self_attn|mlps?|experts)\.(.+\.)?(\w+_proj|kv_a_proj_with_mqa|wq_b|wk)\.weight$"
     r"|\.attn\.(indexer\.)?w\w+\.weight$|\.ffn\..*\.w[123]\.weight$"
+    r"|^layers\.\d+\.(attention|\w*experts|feed_forward)\.(\w+\.)*w\w+\.weight$"  # Mistral's
 )
 _PACKED = ("int4", "mxfp4")  # beginnings of schemes whose codes have names of their own
 _ROUTED_EXPERT = re.compile(r"\.experts\.\d+\.(w[123]|\w+_proj)\.weight$")
+_OF_WINDOWS = {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 256, "qk_nope_head_dim": 192}
+# By family, sizes of the models of `save_wide`.
+_OWN_SIZES: dict[str, dict[str, Any]] = {
+    "deepseek_v4": {"head_dim": 128, "num_key_value_heads": 1, "o_groups": 2, "o_lora_rank": 128}
+    | {"partial_rotary_factor": 0.5},
+    "glm5_next_text": {"qk_rope_head_dim": 0, "qk_head_dim": 128, "linear_num_heads": 4, "linear_head_dim": 64},
+    "mistral_large4_text": {"qk_nope_head_dim": 64, "qk_head_dim": 128, "initializer_range": 0.05},
+    "dots3_note_text": {"head_dim": 256, "shared_experts_intermediate_size": 256}
+    | {"per_layer_config": {layer: _OF_WINDOWS for layer in (1, 2)}},
+}
 PUBLISHED_NAMES = (  # what transformers' mapping of DeepSeek-V4 does not take back when it saves
     ("model.", ""),
     ("embed_tokens", "embed"),
@@ -57,7 +68,8 @@ class Scheme:
 
 
 def _fp8(**fields: Any) -> dict[str, Any]:
-    return {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", **fields}
+    ignored = {"modules_to_not_convert": ["lm_head", "weights_proj"]}
+    return {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", **ignored, **fields}
 
 
 def _compressed_tensors(file_format: str = "float-quantized", ignore: tuple[str, ...] = (), **weights: Any) -> Any:
@@ -66,7 +78,7 @@ def _compressed_tensors(file_format: str = "float-quantized", ignore: tuple[str,
         "quant_method": "compressed-tensors",
         "format": file_format,
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head", *ignore],
+        "ignore": ["lm_head", "re:.*weights_proj", *ignore],
     }
 
 
@@ -155,25 +167,19 @@ def save_wide(family: str, directory: Path) -> Any:
     elsewhere), and return it.
     """
     config = tiny_config(family)
-    sizes = {
+    fields = config.to_dict() | {"per_layer_config": None}
+    sizes: dict[str, Any] = {
         **{"hidden_size": 256, "intermediate_size": 512, "ffn_hidden_size": 512, "moe_intermediate_size": 256},
         **{"expert_ffn_hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 128},
         **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "index_head_dim": 128},
         **{"head_dim": 64, "qk_head_dim": 192, "initializer_range": 0.1},
+        **({} if fields.get("q_lora_rank") is None else {"q_lora_rank": 128}),
+        **_OWN_SIZES.get(family, {}),
     }
     if family == "deepseek_v4":
-        sizes |= {"head_dim": 128, "num_key_value_heads": 1, "o_groups": 2, "o_lora_rank": 128}
-        config.partial_rotary_factor = 0.5
-        for rope in config.rope_parameters.values():
-            rope["partial_rotary_factor"] = 0.5
-    if config.q_lora_rank is not None:
-        sizes["q_lora_rank"] = 128
-    for name, size in sizes.items():
-        if hasattr(config, name):
-            setattr(config, name, size)
-    model = random_model(config)
-    model.save_pretrained(directory)
-    return model
+        ropes = config.rope_parameters.items()
+        sizes["rope_parameters"] = {name: rope | {"partial_rotary_factor": 0.5} for name, rope in ropes}
+    return save_tiny(family, directory, **{name: size for name, size in sizes.items() if name in fields})
 
 
 def published_name(name: str) -> str:

@@ -8,11 +8,13 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial, wraps
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from dcpmla.runtime.engine import Engine
 # imports the compiler at the first custom operator, which takes a rank seconds. Triton's interpreter is chosen at
 # import: its ranks have a server of their own.
 _CLI = [f"dcpmla.cli.{command}" for command in ("bench", "doctor", "generate", "plan", "serve")]
-_CLI += [f"dcpmla.bench.{name}" for name in ("exchange", "generate", "layer", "serve", "sparse")]
+_CLI += [f"dcpmla.bench.{name}" for name in ("exchange", "generate", "layer", "sparse")]
 _CLI += ["dcpmla.serving.http", "dcpmla.serving.loop"]
 _MODELS = ["transformers.conversion_mapping", "transformers.models.deepseek_v3.modeling_deepseek_v3"]
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -81,6 +83,21 @@ def run_ranks(
             for process in processes:
                 process.kill()
                 process.join()
+
+
+def on_ranks(num_ranks: int, run: Callable[..., Any] = run_ranks, **options: Any) -> Any:
+    """Have the body of a test run on every rank of a fresh job (`run`), with the test's parameters."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @wraps(body)
+        def test(**arguments: Any) -> None:
+            run(num_ranks, partial(body, **arguments), **options)
+
+        body.__qualname__ = f"body_of_{body.__name__}"  # Ranks look the body up by this name.
+        setattr(sys.modules[body.__module__], body.__qualname__, body)
+        return test
+
+    return decorate
 
 
 def message_of(function: Callable[..., Any], *args: Any) -> str:

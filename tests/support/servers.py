@@ -52,13 +52,13 @@ class RunningServer:
         assert values or "{" in name, name
         return sum(values)
 
-    def stop(self, rank: int = 0, number: int = signal.SIGTERM) -> None:
-        """Send a rank a signal."""
-        os.kill(self.processes[rank].pid, number)
+    def stop(self, rank: int = 0) -> None:
+        """Tell a rank to stop."""
+        os.kill(self.processes[rank].pid, signal.SIGTERM)
 
-    def exit_codes(self, timeout: float = 60) -> list[int | None]:
+    def exit_codes(self) -> list[int | None]:
         """Wait for the ranks to end."""
-        until = time.monotonic() + timeout
+        until = time.monotonic() + 60
         for process in self.processes:
             process.join(max(0.0, until - time.monotonic()))
         return [process.exitcode for process in self.processes]

@@ -40,18 +40,6 @@ def run_interpreted(num_ranks: int, function: Callable[..., Any], *args: Any) ->
     _interpreter().submit(partial(run_ranks, timeout=200), num_ranks, function, *args).result()
 
 
-def interpret(check: Callable[..., None], *args: Any) -> None:
-    """Run a check on one rank in the interpreter, with conversions as torch's."""
-    run_interpreted(1, _check_with_conversions, check, *args)
-
-
-def _check_with_conversions(check: Callable[..., None], *args: Any) -> None:
-    from tests.support.interpreter import convert_as_torch
-
-    convert_as_torch()
-    check(*args)
-
-
 @cache
 def _interpreter() -> ProcessPoolExecutor:
     """Start the one process for all jobs; its start, and that of its server of ranks, takes longer than some jobs."""
@@ -84,13 +72,8 @@ def send_rows(out: Tensor, lse: Tensor, landings: PeerMemory, state: Tensor, lan
     for owner, memory in enumerate(landings.owner):
         rows, lses = (mine.chunk(size, 1)[owner].flatten(0, 1) for mine in (out, lse))
         is_sent = lses != -torch.inf
-        targets = (
-            memory[landing * landing_bytes :]
-            .view(out.dtype)[rank * num_rows * width :][: num_rows * width]
-            .view(num_rows, width)
-        )
+        landed = memory[landing * landing_bytes :].view(out.dtype)
+        targets = landed[rank * num_rows * width :][: num_rows * width].view(num_rows, width)
         targets[is_sent] = rows.where(~rows.isnan(), torch.nan)[is_sent]  # no kernel computes the NaN of all ones
-        words = memory[2 * landing_bytes + landing * (landing_bytes // 8) :].view(torch.int64)[rank * num_rows :][
-            :num_rows
-        ]
-        words.copy_((lses.view(torch.int32).long() & 0xFFFFFFFF) | (number.long() << 32))
+        words = memory[2 * landing_bytes + landing * (landing_bytes // 8) :].view(torch.int64)
+        words[rank * num_rows :][:num_rows].copy_((lses.view(torch.int32).long() & 0xFFFFFFFF) | (number.long() << 32))

@@ -2,12 +2,12 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.text.stream import TextStream
 
 SENTENCES = [
@@ -22,17 +22,10 @@ BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())  # in an order that does not
 
 
 def new_stream(
-    tokenizer: Any,
-    stop: Sequence[str] = (),
-    prompt_token_ids: Sequence[int] = (),
-    *,
-    min_tokens: int = 0,
-    includes_stop: bool = False,
+    tokenizer: Any, stop: Sequence[str] = (), prompt_token_ids: Sequence[int] = (), includes_stop: bool = False
 ) -> TextStream:
     """Return a text under some sampling parameters."""
-    params = SimpleNamespace(
-        stop=stop, min_tokens=min_tokens, include_stop_str_in_output=includes_stop, skip_special_tokens=True
-    )
+    params = SamplingParams(stop=tuple(stop), include_stop_str_in_output=includes_stop)
     return TextStream(tokenizer, params, prompt_token_ids)
 
 
@@ -79,6 +72,11 @@ def byte_letter(byte: int) -> str:
     return (
         chr(byte) if byte in prints else chr(0x100 + [other for other in range(256) if other not in prints].index(byte))
     )
+
+
+def ids_of_bytes(content: bytes) -> list[int]:
+    """Return tokens of single bytes of the straddling vocabulary."""
+    return list(tokenizer_of("straddling").convert_tokens_to_ids([byte_letter(byte) for byte in content]))
 
 
 def metaspace() -> PreTrainedTokenizerFast:
@@ -138,6 +136,16 @@ def ascii_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<eos>"])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+def scripted_tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """Return a byte-level tokenizer with markup (no special tokens), roles (special ones) and a chat template."""
+    backend = byte_level().backend_tokenizer
+    markup = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in markup])
+    roles = ["<|system|>", "<|developer|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>", "<|pad|>"]
+    backend.add_special_tokens(roles)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", chat_template=template)
 
 
 BUILDERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {

@@ -153,9 +153,8 @@ def check_ranks_agree(batch: Batch, prefills: list[PrefillMetadata]) -> None:
         check_tokens_of_rows(pieces)
         assert first.keys.start[0] == 0
         assert len(first.order) == first.keys.start[-1] <= batch.dcp.context_workspace_tokens
-        assert (
-            batch.size * len(first.local_slots) <= batch.dcp.context_workspace_tokens
-        )  # padding has room in it as well
+        # Padding has room in it as well.
+        assert batch.size * len(first.local_slots) <= batch.dcp.context_workspace_tokens
         assert all(0 <= slot < num_slots for piece in pieces for slot in piece.local_slots.tolist())
 
 

@@ -4,13 +4,14 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from dcpmla.transfer.incoming import Incoming
 from dcpmla.transfer.layout import CacheLayout
 from dcpmla.transfer.outgoing import Outgoing
 from dcpmla.transfer.transport import Peer, rank_name
-from tests.support.fake_transport import Network
+from tests.support.fake_transport import Clock, Network
 from tests.support.plain_cache import Content, PlainCache
 
 LEASE, SILENCE = 40.0, 12.0  # seconds of the virtual clock
@@ -30,6 +31,15 @@ class StillWorker:
 
     def close(self) -> None:
         self._poll()
+
+
+def still_transfers(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Replace the threads and the time of all transfers."""
+    clock = Clock()
+    monkeypatch.setattr("dcpmla.transfer.side.Worker", StillWorker)
+    for module in ("outcome", "served", "side", "outgoing", "incoming"):  # those that look at the time
+        monkeypatch.setattr(f"dcpmla.transfer.{module}.time", clock)
+    return clock
 
 
 class Job:

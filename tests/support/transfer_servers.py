@@ -58,11 +58,7 @@ class Ranks:
         self.engine = Engine(stream, Outbox(stream), 8, Metrics())
         self.started = Started("", 1000, 500, 8, 4000, link=job(engine) if engine else None)
         self.engine.prepared = Prepared(self.started, None, "there is none")
-        self.beat()
-
-    def beat(self) -> None:
-        """Report that the ranks run."""
-        self.engine._last = float("inf")
+        self.engine._last = float("inf")  # The ranks run.
 
     def write(self, packed: bytes) -> None:
         for command in unpack_commands(packed):
@@ -72,10 +68,8 @@ class Ranks:
 
     def answer(self, command: Submit) -> None:
         """Give each choice of a prompt its token."""
-        has_logprobs = command.params.logprobs is not None
-        logprobs = (FIRST,) if has_logprobs else ()
-        reason = "length"
-        outputs = [Output(each, "a", (FIRST.token_id,), logprobs, reason) for each in command.request_ids]
+        logprobs = () if command.params.logprobs is None else (FIRST,)
+        outputs = [Output(each, "a", (FIRST.token_id,), logprobs, "length") for each in command.request_ids]
         report = Report(outputs, 0, 0, 0, 0.0, {})
         asyncio.get_running_loop().call_soon(lambda: self.engine._hand_out(report))
 

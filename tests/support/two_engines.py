@@ -27,6 +27,7 @@ class Pair:
     num_wanted: int = 0
     _late: list[tuple[int, Callable[[], object]]] = field(default_factory=list)
     _prefills: dict[Request, Request] = field(default_factory=dict)
+    _begun: dict[str, Request] = field(default_factory=dict)
     _now: int = 0
 
     def later(self, action: Callable[[], object]) -> None:
@@ -59,13 +60,18 @@ class Pair:
             return
         handoff = f"{request.request_id} {self.num_wanted}"
         self.later(lambda: self._prefill(request, handoff))
-        self.later(lambda: self.there.handoffs.pull(request, "prefill", handoff))
+        self.later(lambda: self._pull(request, handoff))
 
     def _prefill(self, request: Request, handoff: str) -> None:
         prompt, params = request.prompt_token_ids, request.params
         prefill = self.here.add(prompt, params, handoff=handoff, request_id=request.request_id)
         self._prefills[prefill] = request
-        if self.rng.random() < self.share_lost:
+        self._begun[handoff] = prefill
+
+    def _pull(self, request: Request, handoff: str) -> None:
+        self.there.handoffs.pull(request, "prefill", handoff)
+        prefill = self._begun.get(handoff)
+        if prefill is not None and self.rng.random() < self.share_lost:
             self.later(lambda: self._die(prefill, request))
 
     def _die(self, prefill: Request, request: Request) -> None:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import SimpleNamespace
@@ -198,14 +197,6 @@ def go_on(rank: int, watchdog: Watchdog) -> None:
         watchdog.enter(f"decode step {number}")
         time.sleep(0.5)
         step()
-
-
-def stop_with_a_clock_ahead(rank: int, watchdog: Watchdog) -> None:
-    """Stop rank 1, whose host's clock is one hour ahead."""
-    if rank == 1:
-        clock = time.time
-        time.time = lambda: clock() + 3600  # the process ends with this test
-    with_fault(partial(send, signal.SIGSTOP, 1), 1, rank, watchdog)
 
 
 BROKEN = (b"", b"\xff", b"[" * 9999, b"7", b"{}", b'{"beat": "late"}', b"[0, 1]", b'[0, 1, "2"]', b"[0, 999, 2]")

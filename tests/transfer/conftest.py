@@ -3,16 +3,9 @@
 import pytest
 
 from tests.support.fake_transport import Clock
-from tests.support.transfer_jobs import StillWorker
-
-MODULES = ("outcome", "served", "side", "outgoing", "incoming")  # those that look at the time
+from tests.support.transfer_jobs import still_transfers
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Replace the threads and the time of all transfers."""
-    clock = Clock()
-    monkeypatch.setattr("dcpmla.transfer.side.Worker", StillWorker)
-    for module in MODULES:
-        monkeypatch.setattr(f"dcpmla.transfer.{module}.time", clock)
-    return clock
+    return still_transfers(monkeypatch)

@@ -50,63 +50,67 @@ class Recorder:
         return taken
 
 
+class Sender:
+    """A handoff of 16 rows to another rank, over slots for 8 rows of a layer each."""
+
+    def __init__(self) -> None:
+        self.stream, self.mover = FakeStream(), Recorder()
+        self.handoff = Handoff("a", "", self.stream, lambda: None)
+        self.staging = Staging(allocate_staging(torch.device("cpu"), 8, 8 * ROW + 32))
+        self.filler = Filler(self.staging, self.mover)
+        self.target = Target("b", Route(LAYOUT, 0, LAYOUT, 0), 0, 16, 8 * ROW)
+
+    def fill(self) -> list[tuple[int, list[int]]]:
+        """Return the layers and rows that leave; they are read at once."""
+        while self.filler.fill(self.handoff, self.target):
+            self.staging.free(self.target.offers.popitem()[0])
+        return self.mover.take()
+
+
 @pytest.fixture
-def starts(monkeypatch: pytest.MonkeyPatch) -> list[FakeMark]:
-    """Events at which layers begin, which are their own marks."""
+def sender(monkeypatch: pytest.MonkeyPatch) -> Sender:
+    """Replace events at which layers begin by their own marks."""
     monkeypatch.setattr("dcpmla.transfer.handoff.Mark", lambda event: event)
-    return [FakeMark() for _ in range(NUM_LAYERS)]
+    return Sender()
 
 
-def test_layers_of_a_step_leave_one_after_the_other(starts: list[FakeMark]) -> None:
-    stream, mover = FakeStream(), Recorder()
-    handoff = Handoff("a", "", stream, lambda: None)
-    staging = Staging(allocate_staging(torch.device("cpu"), 8, 8 * ROW + 32))  # for a layer of 8 rows each
-    filler = Filler(staging, mover)
-    target = Target("b", Route(LAYOUT, 0, LAYOUT, 0), 0, 16, 8 * ROW)
+FIRST, SECOND = list(range(8)), list(range(8, 16))
 
-    def fill() -> list[tuple[int, list[int]]]:
-        while filler.fill(handoff, target):
-            staging.free(target.offers.popitem()[0])  # it is read at once
-        return mover.take()
 
-    first, second = list(range(8)), list(range(8, 16))
-    handoff.computed([0], 8)
-    assert fill() == []
-    handoff.computed([0, 1], 16, starts)  # the next step is launched while the first one runs
-    assert fill() == []
-    stream.marks[0].is_done = True
-    assert fill() == [(layer, first) for layer in range(NUM_LAYERS)]
+def test_layers_of_a_step_leave_one_after_the_other(sender: Sender) -> None:
+    starts, marks = [FakeMark() for _ in range(NUM_LAYERS)], sender.stream.marks
+    sender.handoff.computed([0], 8)
+    assert sender.fill() == []
+    sender.handoff.computed([0, 1], 16, starts)  # the next step is launched while the first one runs
+    assert sender.fill() == []
+    marks[0].is_done = True
+    assert sender.fill() == [(layer, FIRST) for layer in range(NUM_LAYERS)]
     starts[0].is_done = True
-    assert fill() == []
+    assert sender.fill() == []
     starts[1].is_done = True
-    assert fill() == [(0, second)]
+    assert sender.fill() == [(0, SECOND)]
     starts[2].is_done = starts[3].is_done = True
-    assert fill() == [(1, second), (2, second)]
-    stream.marks[1].is_done = True
-    assert fill() == [(3, second)]
-    handoff.finish(16, None)
-    assert not target.has_sent_all
-    fill()
-    assert target.has_sent_all
+    assert sender.fill() == [(1, SECOND), (2, SECOND)]
+    marks[1].is_done = True
+    assert sender.fill() == [(3, SECOND)]
+    sender.handoff.finish(16, None)
+    assert not sender.target.has_sent_all
+    sender.fill()
+    assert sender.target.has_sent_all
 
 
-def test_a_retracted_step_leaves_after_it_was_computed_again(starts: list[FakeMark]) -> None:
-    stream, mover = FakeStream(), Recorder()
-    handoff = Handoff("a", "", stream, lambda: None)
-    filler = Filler(Staging(allocate_staging(torch.device("cpu"), 8, 8 * ROW + 32)), mover)
-    target = Target("b", Route(LAYOUT, 0, LAYOUT, 0), 0, 16, 8 * ROW)
+def test_a_retracted_step_leaves_after_it_was_computed_again(sender: Sender) -> None:
+    handoff, marks = sender.handoff, sender.stream.marks
     handoff.computed([0], 8, [FakeMark(True), FakeMark(True), None, None])
-    assert filler.fill(handoff, target)
-    assert not filler.fill(handoff, target)
+    assert sender.fill() == [(0, FIRST)]
     handoff.retract()
-    stream.marks[0].is_done = True
-    assert not filler.fill(handoff, target)
+    marks[0].is_done = True
+    assert sender.fill() == []
     handoff.computed([1], 4)
-    stream.marks[1].is_done = True
-    assert not filler.fill(handoff, target), "some tokens of the step are missing"
+    marks[1].is_done = True
+    assert sender.fill() == [], "some tokens of the step are missing"
     handoff.computed([1], 12)
-    assert not filler.fill(handoff, target)
-    stream.marks[2].is_done = True
-    target.offers.clear()
-    assert filler.fill(handoff, target)
-    assert mover.take() == [(0, list(range(8))), (1, list(range(8)))]
+    assert sender.fill() == []
+    marks[2].is_done = True
+    assert sender.filler.fill(handoff, sender.target)
+    assert sender.mover.take() == [(1, FIRST)]

@@ -8,49 +8,34 @@ import pytest
 
 from dcpmla.serving.chat.formats import FORMATS, find_format
 from dcpmla.serving.chat.values import json_of, schema_types
-from tests.serving.chat.answers import LONGCAT_TAGS, TEMPLATES, parser_of, render, stream
+from tests.serving.chat.answers import TEMPLATES, parser_of, render, stream
 
 CALL = {"name": "search", "arguments": {"query": "a"}}
 
-
-@pytest.mark.parametrize(
-    ("name", "pattern"),
-    [
-        *((name, r"call_[0-9a-f]{24}") for name in FORMATS if name not in ("kimi_k2", "mistral")),
-        ("kimi_k2", r"functions\.search:[01]"),
-        ("mistral", r"[0-9A-Za-z]{9}"),
-    ],
-)
-def test_ids_are_as_the_family_wants_them(name: str, pattern: str) -> None:
-    calls = stream(parser_of(name), [render(TEMPLATES[name], "hm", "Hi", [CALL, CALL])])[2]
-    assert all(re.fullmatch(pattern, call["id"]) for call in calls)
-    assert len({call["id"] for call in calls}) == 2
-
-
-def kimi(header: str) -> str:
-    return f"<|tool_calls_section_begin|><|tool_call_begin|>{header}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>{}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+OWN = r"[0-9A-Za-z]{9}"  # Mistral's
+IDS = [
+    *((name, "", r"call_[0-9a-f]{24}") for name in FORMATS if name not in ("kimi_k2", "mistral")),
+    ("mistral", "", OWN),
+    ("mistral", "[TOOL_CALLS]search[CALL_ID]aB3dE6gH9[ARGS]{}", "aB3dE6gH9"),
+    *(("mistral", f"[TOOL_CALLS]search[CALL_ID]{bad}[ARGS]{{}}", f"(?!{bad}){OWN}") for bad in ("short", "éB3dE6gH9")),
+    ("kimi_k2", "", r"functions\.search:[01]"),
+    ("kimi_k2", KIMI.format("functions.search:7"), r"functions\.search:7"),  # the template repeats the model's id
+    ("kimi_k2", KIMI.format("functions.fs.write-file:0"), r"functions\.fs\.write-file:0"),
+    ("kimi_k2", KIMI.format("search:1"), r"functions\.search:5"),  # five calls came before
+    ("kimi_k2", KIMI.format("functions.search"), r"functions\.search:5"),
+    ("kimi_k2", KIMI.format(" search\n"), r"functions\.search:5"),
+]
 
 
-@pytest.mark.parametrize(
-    ("header", "call_id"),
-    [
-        ("functions.search:7", "functions.search:7"),  # the template repeats the model's id
-        ("functions.fs.write-file:0", "functions.fs.write-file:0"),
-        ("search:1", "functions.search:5"),  # five calls came before
-        ("functions.search", "functions.search:5"),
-        (" search\n", "functions.search:5"),
-    ],
-)
-def test_ids_of_kimi_count_the_conversation(header: str, call_id: str) -> None:
-    calls = stream(parser_of("kimi_k2", first_call=5), [kimi(header)])[2]
-    assert [call["id"] for call in calls] == [call_id]
-
-
-@pytest.mark.parametrize(("written", "is_kept"), [("aB3dE6gH9", True), ("short", False), ("éB3dE6gH9", False)])
-def test_ids_of_mistral(written: str, is_kept: bool) -> None:
-    calls = stream(parser_of("mistral"), [f"[TOOL_CALLS]search[CALL_ID]{written}[ARGS]{{}}"])[2]
-    assert (calls[0]["id"] == written) is is_kept
-    assert re.fullmatch(r"[0-9A-Za-z]{9}", calls[0]["id"])
+@pytest.mark.parametrize(("name", "answer", "pattern"), IDS)
+def test_ids_are_as_the_family_wants_them(name: str, answer: str, pattern: str) -> None:
+    """By default of two calls that a template writes."""
+    answer = answer or render(TEMPLATES[name], "hm", "Hi", [CALL, CALL])
+    ids = [call["id"] for call in stream(parser_of(name, first_call=5), [answer])[2]]
+    assert ids
+    assert all(re.fullmatch(pattern, each) for each in ids)
+    assert len({*ids}) == len(ids)
 
 
 @pytest.mark.parametrize("name", list(TEMPLATES))
@@ -84,13 +69,6 @@ def test_the_markup_of_a_template_finds_the_format(name: str) -> None:
 def test_the_type_finds_the_format(model_type: str, name: str | None, template: str | None) -> None:
     chosen = find_format(model_type, template)
     assert (chosen and chosen.name) == name
-
-
-def test_longcat_and_ling_write_two_forms() -> None:
-    for template in (TEMPLATES["longcat"], LONGCAT_TAGS):
-        assert stream(parser_of("longcat"), [render(template, "a", "b", [CALL])])[2][0]["arguments"] == '{"query": "a"}'
-    for template in (TEMPLATES["ling"], TEMPLATES["glm47"]):
-        assert stream(parser_of("ling"), [render(template, "a", "b", [CALL])])[2][0]["arguments"] == '{"query": "a"}'
 
 
 @pytest.mark.parametrize(
@@ -127,8 +105,9 @@ REFERRED: dict[str, Any] = {
         "choice": {"enum": ["a", 1]},
         "same": {"const": "a"},
         "odd": {"type": 3, "allOf": "x", "enum": {}},
+        "long": {"$ref": "#/$defs/" + "x" * 2000},
     },
-    "$defs": {"name/of": {"type": "string"}},
+    "$defs": {"name/of": {"type": "string"}, "x" * 2000: {"type": "string"}},
 }
 
 
@@ -143,6 +122,7 @@ REFERRED: dict[str, Any] = {
         ("choice", {"string", "integer", "number"}),
         ("same", {"string"}),
         ("odd", set()),
+        ("long", set()),
         ("unknown", set()),
     ],
 )
@@ -176,11 +156,6 @@ def test_the_first_items_of_a_long_list_stand_for_all(field: str) -> None:
     few, last = (["string"], "null") if field == "type" else (["a"], None)
     assert schema_types({"properties": {"a": {field: few * 64 + [last] * 10_000}}}, "a") == {"string"}
     assert schema_types({"properties": {"a": {field: few * 63 + [last]}}}, "a") == {"string", "null"}
-
-
-def test_a_long_reference_is_not_followed() -> None:
-    schema = {"properties": {"a": {"$ref": "#/$defs/" + "x" * 2000}}, "$defs": {"x" * 2000: {"type": "string"}}}
-    assert schema_types(schema, "a") == set()
 
 
 @pytest.mark.parametrize(

@@ -33,11 +33,11 @@ def as_values(calls: list[Call]) -> list[Call]:
     return [{"name": call["name"], "arguments": json.loads(call["arguments"])} for call in calls]
 
 
-@pytest.mark.parametrize("name", [*NAMES, "longcat_tags"])
+@pytest.mark.parametrize(
+    ("name", "template"), [*TEMPLATES.items(), ("longcat", LONGCAT_TAGS), ("ling", TEMPLATES["glm47"])]
+)
 @given(data=st.data())
-def test_round_trip(name: str, data: st.DataObject) -> None:
-    template = TEMPLATES.get(name, LONGCAT_TAGS)
-    name = name.removesuffix("_tags")
+def test_round_trip(name: str, template: str, data: st.DataObject) -> None:
     calls = data.draw(some_calls(name))
     reasoning, content = data.draw(PLAIN), data.draw(PLAIN)
     answer = render(template, reasoning, content, calls)
@@ -107,20 +107,18 @@ def test_reasoning(name: str) -> None:
     assert stream(parser_of(name, **inside), [f"a{end}", f" x{start}c{end}"]) == ("a", f" x{start}c{end}", [])
     assert stream(parser_of(name, **inside), ["a", end[:-1]]) == (f"a{end[:-1]}", "", [])  # unfinished
     assert stream(parser_of(name), [f"a{start}b{end}"]) == ("", f"a{start}b{end}", [])  # not at the start
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_call_ends_the_reasoning(name: str) -> None:
-    answer = answer_of(name, [CALL]).split(FORMATS[name].bare.reasoning[1])[1]
-    shown = stream(parser_of(name, in_reasoning=True), ["so ", *cut(answer, [4])])
-    assert shown[0].startswith("so ")
-    assert shown[1] == ""
-    assert as_values(shown[2]) == [CALL]
+    call = answer_of(name, [CALL]).split(end)[1]
+    reasoning, content, calls = stream(parser_of(name, **inside), ["so ", *cut(call, [4])])  # ended by a call
+    assert reasoning.startswith("so ")
+    assert (content, as_values(calls)) == ("", [CALL])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_pieces_come_as_soon_as_they_are_certain(name: str) -> None:
     """One character at a time: a name with the end of its header, texts of arguments with each character."""
+    parser = parser_of(name)
+    for word in ("The", " answer", " is", " 42", ".", " <b>", "x"):
+        assert parser.push(word).content == word
     markup = FORMATS[name].bare
     text = "0123456789" * 5
     answer = answer_of(name, [{"name": "search", "arguments": {"query": text}}])
@@ -140,13 +138,6 @@ def test_pieces_come_as_soon_as_they_are_certain(name: str) -> None:
     assert json.loads(before + '"}') == {"query": ""}
     for character in text:
         assert [piece.text for piece in parser.push(character).calls] == [character]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_content_is_not_delayed(name: str) -> None:
-    parser = parser_of(name)
-    for word in ("The", " answer", " is", " 42", ".", " <b>", "x"):
-        assert parser.push(word).content == word
 
 
 @pytest.mark.parametrize("name", NAMES)
