@@ -35,6 +35,7 @@ from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.prefill import PrefillCosts
 from dcpmla.planning.setting import Setting
+from dcpmla.runtime import compilations
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
 from dcpmla.runtime.costs import LoadCosts
 from dcpmla.runtime.engine import Engine
@@ -76,6 +77,8 @@ def load_engine(
         RuntimeError: A step fails or aborts its capture (`GraphSet.capture`).
     """
     options = options or EngineOptions()
+    if device.type == "cuda":
+        compilations.end_watch()
     files, dcp = _open(model, dcp, device, options)
     with agree():
         has_mtp = options.speculative_method == "mtp"
@@ -114,12 +117,19 @@ def load_engine(
         # An engine of its own: its blocks reach no disk, and the content of the disk's files stays known.
         warm_up(new_engine(memory, HostTier(tier.blocks.num_slots, tier.states.num_slots)))
     if memory is None:
-        return new_engine(None, tier)
+        return _watched(new_engine(None, tier))
     limit = options.max_num_batched_tokens
     # With scales from the first prompt, no prompt may run before. A profile runs all but attention.
     prefill = (sharded.profile, limit) if dcp.calculate_kv_scales else prefills(new_engine(None, HostTier()))
     speeds = measure(plan, memory, tier.blocks.num_slots, folder, *prefill, mesh)
-    return new_engine(memory, tier, *speeds.costs(plan, costs, limit, mesh.tp_rank == 0))
+    return _watched(new_engine(memory, tier, *speeds.costs(plan, costs, limit, mesh.tp_rank == 0)))
+
+
+def _watched(engine: Engine) -> Engine:
+    """Name kernels that are compiled from now on, unless the first prompt is to compile them."""
+    if _needs_warm_up(engine.model.device, engine.dcp):
+        engine.compilations = compilations.watch()
+    return engine
 
 
 def _captures(device: torch.device, options: EngineOptions) -> bool:

@@ -178,11 +178,11 @@ class _Stack:
     def put(self, index: int, *parts: AnyWeight) -> None:
         """Fill a matrix with parts stacked by rows."""
         if not self._tensors:
-            self._kind = type(parts[0])
+            self._kind = _kind_of(parts[0])
             for rows in _components(parts):
                 shape = self._count, sum(len(part) for part in rows), rows[0].shape[1]
                 self._tensors.append(torch.empty(shape, dtype=rows[0].dtype, device=self._device))
-        if any(type(part) is not self._kind for part in parts):
+        if any(_kind_of(part) is not self._kind for part in parts):
             raise ValueError(
                 f"checkpoint: experts of one layer must be stored alike; some are {self._kind.__name__}, others are "
                 f"{', '.join(sorted({type(part).__name__ for part in parts}))}"
@@ -192,6 +192,10 @@ class _Stack:
 
     def finish(self) -> AnyWeight:
         return self._tensors[0] if self._kind is Tensor else self._kind(*self._tensors)
+
+
+def _kind_of(part: AnyWeight) -> type:
+    return Tensor if isinstance(part, Tensor) else type(part)
 
 
 def _components(parts: Sequence[AnyWeight]) -> Iterator[tuple[Tensor, ...]]:

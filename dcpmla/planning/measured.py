@@ -39,11 +39,11 @@ def predict_row(machine: Machine, model: ModelSize, row: Row) -> float | None:
         return _predict_step(machine, model, row)
     if row.get("part") not in _PARTS or row["variant"] or row.get("decode_query_dtype") == "fp8":
         return None
-    attention = model.attention.dense_stack()
-    if attention is None or row.get("layer_kind", "mla") != "mla":
-        return None
     stack = model.attention_stack
-    is_of_model = (attention.config.num_heads, attention.config.latent_dim) == (row["heads"], row["query_dim"])
+    if stack is None or row.get("layer_kind", "mla") != "mla":
+        return None
+    config = stack.attention.config
+    is_of_model = (config.num_heads, config.latent_dim) == (row["heads"], row["query_dim"])
     if not is_of_model or (row["dcp"] > 1 and not has_numbers(machine, row["exchange"])):
         return None
     setting = Setting(tp=row["tp"], dcp=row["dcp"], kv_cache_dtype=row["kv_cache_dtype"])

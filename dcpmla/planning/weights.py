@@ -100,11 +100,12 @@ class ModelSize:
         return replace(self, parameters=tuple(parameter.widened() for parameter in self.parameters))
 
     @cached_property
-    def attention_stack(self) -> "ModelSize":
+    def attention_stack(self) -> "ModelSize | None":
         """Its attention layers alone, as `MLAAttention` holds them; of sparse MLA without indexers, as benchmarks of
-        layers have it.
+        layers have it. None without layers of MLA.
         """
-        layers = (each for each in self.parameters if each.part == "attention" and ".indexer." not in each.name)
         attention = self.attention.dense_stack()
-        assert attention is not None
+        if attention is None:
+            return None
+        layers = (each for each in self.parameters if each.part == "attention" and ".indexer." not in each.name)
         return replace(self, attention=attention, parameters=tuple(layer.widened() for layer in layers))

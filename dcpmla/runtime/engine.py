@@ -72,6 +72,7 @@ class Engine:
         memory: Host memory that keeps blocks which leave the cache; None without.
     Attributes:
         grammars: Grammars of requests.
+        compilations: Names of kernels that were compiled since the warm-up (`runtime.compilations`).
         handoffs: Transfers with other jobs; None without.
         offload: Tiers of memory below the cache; None without.
         stops: Search for stop strings; None where another process makes the texts and searches them (`stop`).
@@ -105,6 +106,7 @@ class Engine:
         self.stats, self.speculation = Stats(), Speculation(drafter or Drafter())
         self.grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids, is_first=mesh.tp_rank == 0)
         self.stops = None if tokenizer is None else StopStrings(tokenizer)
+        self.compilations: Sequence[str] = ()
         self.handoffs: Handoffs | None = None
         self.offload: Offload | None = None
         self.now = 0.0

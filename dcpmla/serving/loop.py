@@ -246,6 +246,7 @@ def _totals(engine: Engine) -> dict[tuple[str, ...], float]:
     """Return `Report.totals`."""
     stats, handoffs = engine.stats, engine.handoffs
     totals: dict[tuple[str, ...], float] = {
+        ("compilations",): len(engine.compilations),
         ("preemptions",): stats.num_preemptions,
         ("draft_tokens",): stats.num_draft_tokens,
         ("accepted_draft_tokens",): stats.num_accepted_tokens,

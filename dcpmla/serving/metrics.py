@@ -11,6 +11,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 # Texts and labels of the engine's totals (`Report.totals`).
 _TOTALS = {
+    "compilations": ("Kernels that the first rank compiled after its warm-up, while requests waited.",),
     "preemptions": ("Times that finished requests gave up their blocks.",),
     "draft_tokens": ("Drafts that steps have tried.",),
     "accepted_draft_tokens": ("Drafts that became tokens.",),

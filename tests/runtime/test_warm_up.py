@@ -28,7 +28,9 @@ def test_a_size_is_near_each(largest: int) -> None:
 def test_steps_of_all_kinds_are_served(max_model_len: int, with_graph: bool) -> None:
     model, drafter = HashModel(), HashDrafter(3, 0.5, always=True)
     engine = make_engine(80, 64, 4, max_model_len, model=model, with_graph=with_graph, drafter=drafter)
+    model.reads_anything = True
     warm_up(engine)
+    model.reads_anything = False
     largest = min(64, max_model_len - 8)
     sizes = [step[0] for step in model.steps if len(step) == 1]
     assert set(sizes) >= SIZES | {largest}
@@ -56,7 +58,9 @@ def test_requests_forbid_a_reset() -> None:
 def test_small_engines_serve_what_fits(
     num_blocks: int, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int
 ) -> None:
-    engine = make_engine(num_blocks, max_num_batched_tokens, max_num_seqs, max_model_len)
+    model = HashModel()
+    model.reads_anything = True
+    engine = make_engine(num_blocks, max_num_batched_tokens, max_num_seqs, max_model_len, model=model)
     warm_up(engine)
     assert not engine.has_requests
     assert engine.allocator.num_free == num_blocks

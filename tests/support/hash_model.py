@@ -45,6 +45,7 @@ class HashModel:
     vocab_size = VOCAB_SIZE
     eos_token_ids = frozenset([EOS])
     least_prefill = 2  # tokens: pieces of one token come first, as decodes
+    reads_anything = False  # whether rows of a context need not be there: a warm-up's steps have none
     has_new_in_chunks = False  # whether chunks of context include the new tokens, where there are any
 
     def __init__(self) -> None:
@@ -96,7 +97,7 @@ class HashModel:
             for blocks, start, end in zip(table, starts, starts[1:], strict=False):
                 slots = (blocks[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
                 for index in range(start, end):
-                    ends[index] = read(rows[slots[: decode.local_seq_lens[index]]]), 1
+                    ends[index] = self._read(rows[slots[: decode.local_seq_lens[index]]]), 1
         if metadata.prefill is not None:
             starts = metadata.prefill.queries.start
             for index, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
@@ -105,18 +106,19 @@ class HashModel:
                 parts = [chunk_rows(chunk, rows, index) for chunk in metadata.prefill.context_chunks]
                 if not (parts and self.has_new_in_chunks):
                     parts.append(torch.stack([token_ids[new], metadata.tokens.positions[new]], -1).float())
-                ends[new.stop - 1] = read(torch.cat(parts)), end - start
+                ends[new.stop - 1] = self._read(torch.cat(parts)), end - start
         return ends
+
+    def _read(self, rows: Tensor) -> list[int]:
+        """Rows of (token, position) -> tokens; every position must be there, in order."""
+        if self.reads_anything:
+            return [0]
+        assert rows[:, 1].tolist() == list(range(len(rows)))
+        return [int(token) for token in rows[:, 0].tolist()]
 
 
 def chunk_rows(chunk: ContextChunk, rows: Tensor, request: int) -> Tensor:
     return rows[chunk.local_slots][chunk.order][chunk.keys.start[request] : chunk.keys.start[request + 1]]
-
-
-def read(rows: Tensor) -> list[int]:
-    """Rows of (token, position) -> tokens; every position must be there, in order."""
-    assert rows[:, 1].tolist() == list(range(len(rows)))
-    return [int(token) for token in rows[:, 0].tolist()]
 
 
 def next_token(sequence: Sequence[int]) -> int:

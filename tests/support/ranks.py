@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from dcpmla.runtime.capture import GraphSet
+from dcpmla.runtime.engine import Engine
 
 # Children fork from a clean server that has imported the heavy modules once: a rank starts in milliseconds. PyTorch
 # imports the compiler at the first custom operator, which takes a rank seconds. Triton's interpreter is chosen at
@@ -172,6 +173,7 @@ def _run(
         )
         result = function(*args)
         _check_released()
+        _check_compiled()
         dist.barrier()
         dist.destroy_process_group()
         outcome = result, None
@@ -179,6 +181,13 @@ def _run(
         outcome = None, traceback.format_exc()
     # Plain pickle: the pipe's own would hand tensors over as shared memory of a process that is about to end.
     sender.send_bytes(pickle.dumps(outcome))
+
+
+def _check_compiled() -> None:
+    """Raise AssertionError if an engine has compiled kernels after its warm-up."""
+    # Objects from before the fork are frozen, and not among these.
+    names = [name for each in gc.get_objects() if type(each) is Engine for name in each.compilations]
+    assert not names, f"kernels were compiled after the warm-up: {names}"
 
 
 def _check_released() -> None:

@@ -331,8 +331,8 @@ def decode_workspace(device: torch.device | str) -> Tensor | None:
 
 
 def request_bound(num_reqs: int) -> int:
-    """Round num_reqs up to 32, 256, 512, 1,024, ...: few values, because kernels are compiled for each."""
-    return 32 if num_reqs <= 32 else max(256, 1 << (num_reqs - 1).bit_length())
+    """Round num_reqs up to 32, 256, 2,048, 4,096, ...: few values, because kernels are compiled for each."""
+    return next((bound for bound in (32, 256, 2048) if num_reqs <= bound), 1 << (num_reqs - 1).bit_length())
 
 
 def num_programs(workspace: Tensor, rows: int) -> int:

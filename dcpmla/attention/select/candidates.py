@@ -34,8 +34,8 @@ def unpack_positions(candidates: Tensor) -> Tensor:
 def candidate_width(topk: int, num_columns: int) -> int:
     """Return the number of candidates that a rank with num_columns tokens sends for a token, at most topk.
 
-    It is a multiple of an eighth of topk, because kernels are compiled for each width, and num_columns grows with
-    the context.
+    It is topk, a half, a quarter or an eighth of it, because kernels are compiled for each width, and num_columns grows
+    with the context.
     """
-    step = max(1, topk // 8)
-    return min(topk, -(-num_columns // step) * step)
+    needed = min(topk, num_columns)
+    return min(width for part in (1, 2, 4, 8) if (width := -(-topk // part)) >= needed) if needed else 0

@@ -8,7 +8,10 @@ from torch import Tensor
 from dcpmla.attention.triton.ragged import find_tile
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_keys", "num_words"])
+@triton.jit(
+    do_not_specialize=["num_reqs", "num_keys", "num_words"],
+    do_not_specialize_on_alignment=["positions_ptr", "query_start_loc_ptr", "first_position_ptr"],
+)
 def selection_mask_kernel(
     positions_ptr,
     query_start_loc_ptr,

@@ -99,7 +99,7 @@ def gather_kernel(
         tl.store(gathered_ptr + ((token * SIZE + peer)[:, None] * WIDTH + column[None, :]), q, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "rank", "items", "limit"])
+@triton.jit(do_not_specialize=["num_rows", "lse_stride_token", "lse_stride_head", "rank", "items", "limit"])
 def combine_kernel(
     out_ptr,
     lse_ptr,

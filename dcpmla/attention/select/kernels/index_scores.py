@@ -71,7 +71,10 @@ def _score_keys(q, weights, out_ptr, cache, lengths, begin, end, HEAD_DIM: tl.co
         tl.store(out_ptr[None, :] + index[:, None], scores, mask=index[:, None] < lengths[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens", "topk", "stride_table"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "topk", "stride_table"],
+    do_not_specialize_on_alignment=["request_ptr", "seq_lens_ptr", "local_seq_lens_ptr"],
+)
 def scores_kernel(
     q_ptr,
     weights_ptr,
@@ -167,13 +170,20 @@ def index_scores(call: IndexQueries) -> Tensor:
         HEAD_DIM=head_dim,
         COLUMNS=columns,
         BLOCK_SIZE=block_size,
-        TILES=triton.next_power_of_2(num_tiles),
+        TILES=_most_tiles(num_tiles),
         TOKENS=tokens,
         HEADS=heads,
         num_warps=4,
         enable_fp_fusion=False,
     )
     return scores
+
+
+def _most_tiles(num_tiles: int) -> int:
+    """Return a power of two that is no less. Each is a variant, so there are few of those whose lengths take a program
+    no time.
+    """
+    return next((most for most in (1, 8, 64, 512) if num_tiles <= most), triton.next_power_of_2(num_tiles))
 
 
 def _num_multiprocessors(device: torch.device) -> int:

@@ -27,7 +27,7 @@ _FEW_PROGRAMS = 256  # A Hopper GPU runs as many at the same time.
 _LAST_POSITION = tl.constexpr(packing.LAST_POSITION)  # all ones: xor with it flips a position's bits
 
 
-@triton.jit(do_not_specialize=["num_columns"])
+@triton.jit(do_not_specialize=["num_columns"], do_not_specialize_on_alignment=["seq_lens_ptr", "local_seq_lens_ptr"])
 def local_kernel(
     scores_ptr,
     seq_lens_ptr,
@@ -73,7 +73,7 @@ def local_kernel(
     fill(out_ptr, EMPTY, num_kept, width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_candidates"])
 def cut_kernel(
     candidates_ptr, out_ptr, num_candidates, stride, width: tl.constexpr, TILE: tl.constexpr, WARPS: tl.constexpr
 ):
@@ -86,7 +86,10 @@ def cut_kernel(
     fill(out_ptr, EMPTY, num_kept, width)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_candidates", "table_stride", "num_blocks"],
+    do_not_specialize_on_alignment=["request_ptr", "num_first_ptr", "num_slots_ptr"],
+)
 def choose_kernel(
     candidates_ptr,
     block_table_ptr,

@@ -16,7 +16,7 @@ def _count(length, rank, size, interleave):
     return length // (size * interleave) * interleave + tl.minimum(tl.maximum(rest, 0), interleave)
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["table_stride", "width", "ratio", "per_block"])
 def visible_kernel(
     positions_ptr,
     request_ptr,

@@ -9,7 +9,10 @@ from dcpmla.attention.select.slots import SlotLayout
 from dcpmla.attention.select.step import SelectedTokens
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_stride", "num_blocks"],
+    do_not_specialize_on_alignment=["seq_lens_ptr", "request_ptr", "num_slots_ptr"],
+)
 def expand_kernel(
     pools_ptr,
     seq_lens_ptr,
