@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from math import inf
 
 from dcpmla.attention.costs import Rates
 from dcpmla.planning.deployment import Deployment
@@ -32,7 +31,8 @@ class PrefillCosts:
         deployment: Model, and the machine that it runs on.
         tokens_per_request: Width of the pieces that absorbed attention cuts requests into.
         max_prefill_us: Limit for the pieces of a step in which requests decode, in microseconds.
-        max_loss: Share of a piece's time that reading its context again may take (`PieceCosts.max_loss`).
+        is_strict: Whether max_prefill_ms is set (`PieceCosts.is_strict`).
+        max_loss: Share of a useful piece's time that reading its context and its tokens again may take.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PrefillCosts:
         self.tokens_per_request = self._attention.tokens_per_request
         limit_us = self.piece_us(max_num_batched_tokens, 0) if max_prefill_ms is None else 1e3 * max_prefill_ms
         self.max_prefill_us = limit_us
-        self.max_loss = _MAX_LOSS if max_prefill_ms is None else inf
+        self.is_strict, self.max_loss = max_prefill_ms is not None, _MAX_LOSS
 
     def piece_us(self, new: int, context: int) -> float:
         """Return the microseconds that a piece of so many new tokens adds to a step, after so many tokens before it.

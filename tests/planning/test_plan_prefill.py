@@ -32,7 +32,7 @@ from dcpmla.planning.prefill import PrefillCosts, kernel_rates, token_us
 from dcpmla.planning.recommend import make_plan
 from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
-from dcpmla.runtime.costs import piece_tokens
+from dcpmla.runtime.pieces import PieceSizes, Room
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.scheduler import Scheduler
@@ -182,12 +182,12 @@ def test_longer_pieces_take_no_less(costs: PrefillCosts, piece: tuple[int, int],
 @given(costs=settings_of_models, limit=st.integers(1, 9000), context=st.integers(0, 1_000_000), share=st.floats(0, 1))
 def test_pieces_fit_into_a_step(costs: PrefillCosts, limit: int, context: int, share: float) -> None:
     """A step's first piece may exceed the limit; others never do."""
-    room_us = share * costs.max_prefill_us
-    new = piece_tokens(costs, context, limit, room_us)
-    assert 1 <= new <= limit
-    assert new <= 64 or share == 1 or costs.piece_us(new, context) <= room_us
-    first = piece_tokens(costs, context, limit, costs.max_prefill_us)
-    assert new <= first <= limit
+    sizes, room_us = PieceSizes(costs, 9000), share * costs.max_prefill_us
+    new = sizes.choose(context, limit, Room(0, limit, room_us, is_first=False))
+    assert 0 <= new <= limit
+    assert not new or costs.piece_us(new, context) <= room_us
+    first = sizes.choose(context, limit, Room(0, limit, costs.max_prefill_us, is_first=True))
+    assert max(1, new) <= first <= limit
 
 
 @given(costs=settings_of_models, context=st.integers(0, 1_000_000))
