@@ -8,7 +8,8 @@ from dcpmla.attention.costs import Rates
 from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.machine import H200X8, Machine
 
-_MAX_LOSS = 1 / 16
+_MAX_LOSS = 1 / 12  # by a replay of loads (docs/planning.md): less lengthens steps more than it adds tokens a second
+_MAX_STATE_SHARE = 1 / 16
 _LARGE_STEP = 1 << 20  # tokens of a step in which every product takes longer than reading its weights
 _APART = dict.fromkeys(("embed_tokens", "lm_head", "kv_b_proj"), 0)  # parameters that `token_us` leaves out
 _SHORT_US = 1000.0  # a step that is too short for its prompt to be noticeably later
@@ -24,8 +25,8 @@ class PrefillCosts:
         deployment: Model, and the machine that it runs on.
         max_num_batched_tokens: Limit of a step's tokens.
         max_prefill_ms: Limit in milliseconds for the pieces of a step in which requests decode; None for the time of
-            max_num_batched_tokens tokens without a context, and more where reading contexts again
-            would take over a sixteenth of it.
+            max_num_batched_tokens tokens without a context, and more where reading the context and the piece again
+            would take over a twelfth of it.
 
     Attributes:
         deployment: Model, and the machine that it runs on.
@@ -63,7 +64,7 @@ class PrefillCosts:
 
         def pays(num_tokens: int) -> bool:
             added_us = self.deployment.products_us(num_tokens, _APART) - num_tokens * self._token_us
-            return added_us < max(_MAX_LOSS * self.piece_us(num_tokens, 0), _SHORT_US)
+            return added_us < max(_MAX_STATE_SHARE * self.piece_us(num_tokens, 0), _SHORT_US)
 
         sizes = [1 << exponent for exponent in range(_LARGE_STEP.bit_length())]
         return next((size for size in sizes if pays(size)), _LARGE_STEP)

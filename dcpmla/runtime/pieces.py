@@ -44,8 +44,8 @@ class PieceSizes:
     def choose(self, context: int, num_left: int, room: Room) -> int:
         """Return the size of a prompt's next piece; 0 if the prompt waits for the next step.
 
-        A step's first prompt never waits: its piece has the least useful size even where that takes longer than the
-        room. Under a strict limit it has as many tokens as fit, but at least _LEAST_TOKENS.
+        A step's first prompt never waits: if what fits is not useful, it has the next larger size that is. Under a
+        strict limit it has what fits, but at least _LEAST_TOKENS.
 
         Args:
             context: Tokens before the piece.
@@ -64,11 +64,11 @@ class PieceSizes:
         largest = ends[num_ends - 1] if num_ends else 0
         if room.is_first and self.costs.is_strict:
             return max(largest or num_fitting, min(limit, _LEAST_TOKENS))
-        first_useful = bisect_left(ends, True, key=lambda new: self._is_useful(new, context, num_left))
-        least = ends[min(first_useful, len(ends) - 1)]
+        if largest and self._is_useful(largest, context, num_left):
+            return largest
         if room.is_first:
-            return max(largest, least)
-        return largest if largest and self._is_useful(largest, context, num_left) else 0
+            return next((end for end in ends[num_ends:] if self._is_useful(end, context, num_left)), limit)
+        return 0
 
     def _ends(self, num_before: int, limit: int) -> list[int]:
         """Return the sizes, ascending, that fill a step with num_before tokens up to a size of graphs, and `limit`."""

@@ -58,10 +58,9 @@ def test_a_piece_fits_and_is_useful(costs: CallCosts, context: int, num_left: in
 
 
 @given(costs=costs_of_calls, context=st.integers(0, 5000), num_left=st.integers(1, 5000), room=rooms)
-def test_no_larger_piece_would_do(costs: CallCosts, context: int, num_left: int, room: Room) -> None:
-    """Among the sizes that fill a step, or end the prompt: the piece is the largest that fits, or the least useful."""
-    new = PieceSizes(costs, LIMIT).choose(context, num_left, room)
-    limit = min(num_left, room.limit)
+def test_pieces_are_as_large_as_the_room(costs: CallCosts, context: int, num_left: int, room: Room) -> None:
+    """Among the sizes that fill a step, or end the prompt: the largest that fits, or a first piece's least useful."""
+    new, limit = PieceSizes(costs, LIMIT).choose(context, num_left, room), min(num_left, room.limit)
     ends = [size - room.num_before for size in mixed_sizes(LIMIT) if 0 < size - room.num_before < limit] + [limit]
     useful = [end for end in ends if end == num_left or price_share(costs, end, context) <= costs.max_loss]
     fitting = [end for end in ends if costs.piece_us(end, context) <= room.us]
@@ -69,6 +68,8 @@ def test_no_larger_piece_would_do(costs: CallCosts, context: int, num_left: int,
         assert new == max({*fitting} & {*useful}, default=0)
     elif not costs.is_strict:
         assert new == max([*fitting, min([*useful, limit])])
+    elif new > 64 and fitting:
+        assert new == fitting[-1]
 
 
 @pytest.mark.parametrize(("is_strict", "pieces"), [(True, [768, 768, 384, 64]), (False, [768, 1024, 2048, 2048])])
