@@ -337,6 +337,29 @@ def test_prompts_are_cut_as_by_the_scheduler(num_tokens: int, num_decodes: int, 
     assert first.time_us == pytest.approx(sum(prompts.step(*piece, num_decodes).step_us["total"] for piece in pieces))
 
 
+@pytest.mark.parametrize(("tp", "dcp"), [(8, 1), (8, 8)])
+def test_long_prompts_beside_decodes_have_no_crumbs(tp: int, dcp: int) -> None:
+    """8 prompts of 32,768 tokens arrive at once, 128 new tokens each. Pieces that do not end one have 512 tokens or
+    more, and few steps have two; only a first piece takes longer than the limit.
+    """
+    costs, num_pieces, num_steps = costs_of(0, tp, dcp), 0, 0
+    scheduler = Scheduler(BlockAllocator(5000, 64), 8192, 32, enable_prefix_caching=False, costs=costs)
+    scheduler.waiting += [Request([name] * 32768, SamplingParams(max_new_tokens=128)) for name in range(8)]
+    while scheduler.waiting or scheduler.running:
+        batch = scheduler.schedule(0.0)
+        pieces = [piece for piece in batch.pieces if piece.request.is_in_prompt]
+        num_pieces, num_steps = num_pieces + len(pieces), num_steps + bool(pieces)
+        assert len(pieces) == len(batch.pieces) or batch.room_us >= 0 or len(pieces) == 1
+        assert all(piece.num_tokens in (piece.request.num_pending_tokens, *range(512, 8193)) for piece in pieces)
+        for request, num_tokens, _ in batch.pieces:
+            request.num_computed_tokens += num_tokens
+            if not request.num_pending_tokens:
+                request.append(0, frozenset())
+                if request.finish_reason:
+                    scheduler.remove(request)
+    assert num_pieces <= 1.3 * num_steps <= 65
+
+
 def test_decodes_without_room_for_prompts(v3: ModelSize) -> None:
     setting = setting_of(8, 8, num_speculative_tokens=3)
     assert prompts_of(v3, setting, 15, 100, 64).loads == (0, 15)

@@ -305,7 +305,7 @@ def pieces_beside_a_decode(lens: Sequence[int]) -> list[list[int]]:
 
 
 def test_prompts_beside_decodes_share_the_time() -> None:
-    """Pieces fill steps of 128 tokens. In a step's 200 us, the end of one prompt leaves 96 us, and the next one's 86."""
+    """Pieces fill steps of 128 tokens. The end of the first prompt leaves room of a step's 200 us."""
     assert pieces_beside_a_decode([200, 500]) == [[127], [73, 54], [127], [127], [127], [65]]
 
 
