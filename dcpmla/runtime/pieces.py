@@ -49,7 +49,7 @@ class PieceSizes:
 
         Args:
             context: Tokens before the piece.
-            num_left: Tokens of the prompt that are left to compute, at least 1.
+            num_left: Tokens up to the prompt's end, or up to a border where its state is remembered, at least 1.
             room: Room of the step, for at least one token.
         """
         limit = min(num_left, room.limit)
@@ -63,7 +63,7 @@ class PieceSizes:
         num_ends = bisect_right(ends, num_fitting)
         largest = ends[num_ends - 1] if num_ends else 0
         if room.is_first and self.costs.is_strict:
-            return max(largest or num_fitting, min(limit, _LEAST_TOKENS))
+            return largest if largest >= _LEAST_TOKENS else max(num_fitting, min(limit, _LEAST_TOKENS))
         if largest and self._is_useful(largest, context, num_left):
             return largest
         if room.is_first:

@@ -53,7 +53,7 @@ def test_a_piece_fits_and_is_useful(costs: CallCosts, context: int, num_left: in
         assert fits or new == min(64, limit)
     if room.is_first and not costs.is_strict and new < limit:
         assert price_share(costs, new, context) <= costs.max_loss
-    if new < limit and fits and new > 64:
+    if 0 < new < limit and not (room.is_first and costs.is_strict):
         assert room.num_before + new in mixed_sizes(LIMIT)
 
 
@@ -68,7 +68,7 @@ def test_pieces_are_as_large_as_the_room(costs: CallCosts, context: int, num_lef
         assert new == max({*fitting} & {*useful}, default=0)
     elif not costs.is_strict:
         assert new == max([*fitting, min([*useful, limit])])
-    elif new > 64 and fitting:
+    elif fitting and fitting[-1] >= 64:
         assert new == fitting[-1]
 
 
@@ -78,6 +78,12 @@ def test_a_first_piece_exceeds_a_limit_that_is_not_strict(is_strict: bool, piece
     sizes = PieceSizes(CallCosts(0.25, is_strict), LIMIT)
     contexts = (0, 1000, 5000, 9000)
     assert [sizes.choose(context, 10_000, Room(0, LIMIT, 1000.0, True)) for context in contexts] == pieces
+
+
+def test_a_strict_piece_has_more_than_the_end_of_a_small_step() -> None:
+    """After 100 tokens, 28 fill a step of 128, and 156 one of 256."""
+    room = Room(100, LIMIT - 100, 250.0, True)
+    assert PieceSizes(CallCosts(0.25, True), LIMIT).choose(0, 10_000, room) == 150
 
 
 @pytest.mark.parametrize("num_before", [0, 3, 500])
