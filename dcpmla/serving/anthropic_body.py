@@ -3,7 +3,7 @@
 Source: Anthropic's API reference of messages.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -18,7 +18,7 @@ from dcpmla.serving.refused import Fields, OpenFields, check_fields_of_body
 from dcpmla.serving.sampling_fields import Ruled, SamplingFields, takes
 from dcpmla.serving.shown import Json
 from dcpmla.serving.structured import grammar_of_format
-from dcpmla.serving.tools import Tools, ToolUse, chosen, tool_use
+from dcpmla.serving.tools import Tools, ToolUse, by_path, chosen, tool_use
 
 # Values that change nothing, by field.
 _REFUSED: dict[str, tuple[object, ...]] = {"container": (), "mcp_servers": ([],), "prefill": ()}
@@ -89,7 +89,7 @@ class CountBody(ChatRequest):
         return conversation
 
     def _tool_use(self) -> ToolUse:
-        tools = tool_use(self.tools, "input_schema", (None, "custom", "function"))
+        tools = tool_use(by_path(self.tools), "input_schema", (None, "custom", "function"))
         wanted = self.tool_choice or _ToolChoice(type="auto")
         choices: dict[str, str | Json] = {"any": "required", "tool": {"type": "function", "name": wanted.name}}
         return chosen(tools, choices.get(wanted.type, wanted.type), not wanted.disable_parallel_tool_use)
@@ -153,10 +153,10 @@ def _add(history: History, message: _Message, path: str) -> None:
             if texts:
                 history.add({"role": "user", "content": "".join(texts)})
                 texts.clear()
-            content = _texts(block.get("content") or "", f"{place}.content")
+            content = _texts(block.get("content") or "", f"{place}.tool_result.content")
             history.add({"role": "tool", "tool_call_id": text_in(block, "tool_use_id", place), "content": content})
         else:
-            text = _texts([block], place)
+            text = _text(block, place)
             if message.role == "user" or (text := _without_billing(text)):
                 texts.append(text)
     if texts:
@@ -184,7 +184,7 @@ def _part(block: Mapping[str, Any], path: str) -> Json:
                 raise wrong(f"{path}.input", "must be a JSON object")
             return {"tool_calls": [tool_call(text_in(block, "id", path), text_in(block, "name", path), values)]}
         case _:
-            return {"content": _texts([block], path)}
+            return {"content": _text(block, path)}
 
 
 def _texts(content: Any, path: str) -> str:
@@ -193,11 +193,21 @@ def _texts(content: Any, path: str) -> str:
     Raises:
         ApiError: A block is no text.
     """
-    blocks: Sequence[Any] = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(blocks, list):
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
         raise wrong(path, "must be a text or a list of blocks")
-    for block in blocks:
-        kind = block.get("type") if isinstance(block, dict) else None
-        if kind != "text":
-            raise ApiError(400, f"{path}: blocks of type {kind!r} are not supported here; give texts", param=path)
-    return "".join(text_in(block, "text", path) for block in blocks)
+    return "".join(_text(block, f"{path}.{number}") for number, block in enumerate(content))
+
+
+def _text(block: Any, path: str) -> str:
+    """Return the text of a block.
+
+    Raises:
+        ApiError: It is no text. The message begins as that of Anthropic's API, by which Claude Code finds an image that
+            the model cannot read; it asks again without it.
+    """
+    kind = block.get("type") if isinstance(block, dict) else None
+    if kind != "text":
+        raise wrong(f"{path}.{kind!s:.64}", "is not supported here; give blocks of type text")
+    return text_in(block, "text", path)
