@@ -3,13 +3,15 @@
 Source: Anthropic's API reference of messages.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from dcpmla.fields import Rule, whole
 from dcpmla.runtime.grammar import Grammar
+from dcpmla.serving.chat.values import dumps
 from dcpmla.serving.chat_body import ChatRequest, Effort
 from dcpmla.serving.conversation import MAX_MESSAGES, Conversation, History, reasoning_part, text_in, tool_call
 from dcpmla.serving.engine_limits import LIMITS, MAX_TOKENS
@@ -23,6 +25,7 @@ from dcpmla.serving.tools import Tools, ToolUse, by_path, chosen, tool_use
 # Values that change nothing, by field.
 _REFUSED: dict[str, tuple[object, ...]] = {"container": (), "mcp_servers": ([],), "prefill": ()}
 _KEPT_THINKING = "clear_thinking_"  # Which reasoning a prompt keeps, the chat template decides.
+_SERVER_SEARCH = "tool_search_tool_"  # begins the types of tools by which the provider's server finds deferred tools
 _BILLING = "x-anthropic-billing-header:"
 
 _STOPS = Rule(LIMITS["stop"].words, lambda value: isinstance(value, list) and LIMITS["stop"].holds(tuple(value)))
@@ -74,11 +77,11 @@ class CountBody(ChatRequest):
             raise wrong("context_management", "is not supported; leave it out")
 
     def conversation(self) -> Conversation:
-        history = History()
+        history, tools = History(), {tool["name"]: tool for tool in self.tools or () if isinstance(tool.get("name"), str)}
         if self.system:
-            _add(history, _Message(role="system", content=self.system), "system")
+            _add(history, _Message(role="system", content=self.system), "system", tools)
         for number, message in enumerate(self.messages):
-            _add(history, message, f"messages.{number}.content")
+            _add(history, message, f"messages.{number}.content", tools)
         last = self.messages[-1].role == "assistant"
         if last and "tool_calls" in history.messages[-1]:
             raise ApiError(400, "the last message has tool_use without a tool_result after it", param="messages")
@@ -92,7 +95,8 @@ class CountBody(ChatRequest):
         tools = tool_use(by_path(self.tools), "input_schema", (None, "custom", "function"))
         wanted = self.tool_choice or _ToolChoice(type="auto")
         choices: dict[str, str | Json] = {"any": "required", "tool": {"type": "function", "name": wanted.name}}
-        return chosen(tools, choices.get(wanted.type, wanted.type), not wanted.disable_parallel_tool_use)
+        use = chosen(tools, choices.get(wanted.type, wanted.type), not wanted.disable_parallel_tool_use)
+        return replace(use, deferred=_deferred(self.tools or ()))
 
     def _thinking(self) -> dict[str, Any]:
         """Return the conversation's fields of reasoning."""
@@ -135,11 +139,19 @@ def _keeps_thinking(edits: Any) -> bool:
     )
 
 
-def _add(history: History, message: _Message, path: str) -> None:
+def _deferred(tools: Sequence[Json]) -> frozenset[str]:
+    """Return the names of tools that are found by a search; none if the provider's server would search."""
+    if any(str(tool.get("type")).startswith(_SERVER_SEARCH) for tool in tools):
+        return frozenset()
+    return frozenset(str(tool.get("name")) for tool in tools if tool.get("defer_loading") is True)
+
+
+def _add(history: History, message: _Message, path: str, tools: Mapping[str, Json]) -> None:
     """Add a message to a history: results of tools become messages of their own.
 
     Args:
         path: Path of the content in the body.
+        tools: Tools of the body by their names, which results may refer to.
     """
     blocks = [{"type": "text", "text": message.content}] if isinstance(message.content, str) else message.content
     if message.role == "assistant":
@@ -153,7 +165,7 @@ def _add(history: History, message: _Message, path: str) -> None:
             if texts:
                 history.add({"role": "user", "content": "".join(texts)})
                 texts.clear()
-            content = _texts(block.get("content") or "", f"{place}.tool_result.content")
+            content = _texts(block.get("content") or "", f"{place}.tool_result.content", tools)
             history.add({"role": "tool", "tool_call_id": text_in(block, "tool_use_id", place), "content": content})
         else:
             text = _text(block, place)
@@ -187,17 +199,33 @@ def _part(block: Mapping[str, Any], path: str) -> Json:
             return {"content": _text(block, path)}
 
 
-def _texts(content: Any, path: str) -> str:
-    """Return the text of a content: a text or blocks of texts.
+def _texts(content: Any, path: str, tools: Mapping[str, Json]) -> str:
+    """Return the text of a tool's result: a text, or blocks of texts and of references to tools that it has found.
 
     Raises:
-        ApiError: A block is no text.
+        ApiError: A block is of another type, or a reference leads to no tool.
     """
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise wrong(path, "must be a text or a list of blocks")
-    return "".join(_text(block, f"{path}.{number}") for number, block in enumerate(content))
+    texts = []
+    for number, block in enumerate(content):
+        place = f"{path}.{number}"
+        if isinstance(block, dict) and block.get("type") == "tool_reference":
+            name = text_in(block, "tool_name", place)
+            if name not in tools:
+                raise wrong(f"{place}.tool_name", f"is {name[:100]!r}, which tools does not have")
+            texts.append(_definition(tools[name]))
+        else:
+            texts.append(_text(block, place))
+    return "".join(texts)
+
+
+def _definition(tool: Json) -> str:
+    """Return the definition of a tool as a text. Claude Code describes it so to the model."""
+    fields = {"description": tool.get("description"), "name": tool["name"], "parameters": tool.get("input_schema")}
+    return f"<functions>\n<function>{dumps(fields)}</function>\n</functions>\n"
 
 
 def _text(block: Any, path: str) -> str:

@@ -91,7 +91,7 @@ def functions_of(tools: Sequence[Json] | None) -> ToolsByPath:
             continue
         name = shown_name(tool, path)
         if name in names:
-            raise wrong(f"{path}.name", f"is {name[:100]!r}, as that of another tool; each tool needs a name of its own")
+            raise wrong(f"{path}.name", f"is {name[:100]!r}, as that of another tool; give each a name of its own")
         names.add(name)
         functions[path] = _custom_function(tool, name) if tool["type"] == "custom" else {**tool, "name": name}
     return functions

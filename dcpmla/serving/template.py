@@ -75,7 +75,7 @@ class Template:
             switches = [variables[name] for name in _SWITCHES if variables.get(name) is not None]
             return self._encoding.render(
                 messages,
-                conversation.tool_use.tools or None,
+                conversation.tool_use.listed or None,
                 thinking=effort != "none" and (any(switches) if switches else self._encoding.thinks_by_default),
                 reasoning_effort=None if effort == "none" else effort,
                 **arguments,
@@ -84,7 +84,7 @@ class Template:
             messages = [*map(_with_objects, messages)]
         if "developer" not in self._words:  # Most templates ignore messages of roles that they do not know.
             messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
-        return self._apply(messages, list(conversation.tool_use.tools) or None, **arguments, **variables)
+        return self._apply(messages, conversation.tool_use.listed or None, **arguments, **variables)
 
     @cached_property
     def _control_tokens(self) -> ControlTokens:

@@ -36,12 +36,13 @@ class ToolUse:
     """Tools of a request.
 
     Attributes:
-        tools: Tools that the prompt shows, in the shape of chat completions.
+        tools: Tools that the answer may call, in the shape of chat completions.
         is_parallel: Whether an answer may have several calls; of others only the first is kept.
         required: Names of functions. The answer must call one or more of them; empty if it need not.
         strict: Field `strict` of functions that have it, by name.
         schema_field: Path of the schema in a tool of the body.
         paths: Path of each tool in the body; none if these are all of its tools.
+        deferred: Names of tools that the prompt does not list: a tool of the client finds them for the model.
     """
 
     tools: Sequence[Json] = ()
@@ -50,6 +51,12 @@ class ToolUse:
     strict: Mapping[str, bool] = field(default_factory=dict)
     schema_field: str = "function.parameters"
     paths: Sequence[str] = ()
+    deferred: Collection[str] = ()
+
+    @property
+    def listed(self) -> list[Json]:
+        """Return the tools that the prompt lists."""
+        return [tool for tool in self.tools if tool["function"]["name"] not in self.deferred]
 
     @property
     def needs_grammar(self) -> bool:
