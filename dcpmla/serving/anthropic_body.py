@@ -3,6 +3,7 @@
 Source: Anthropic's API reference of messages.
 """
 
+from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -26,6 +27,7 @@ from dcpmla.serving.tools import Tools, ToolUse, by_path, chosen, tool_use
 _REFUSED: dict[str, tuple[object, ...]] = {"container": (), "mcp_servers": ([],), "prefill": ()}
 _KEPT_THINKING = "clear_thinking_"  # Which reasoning a prompt keeps, the chat template decides.
 _SERVER_SEARCH = "tool_search_tool_"  # begins the types of tools by which the provider's server finds deferred tools
+_SIGNED = "text:"  # begins signatures that have a text
 _BILLING = "x-anthropic-billing-header:"
 
 _STOPS = Rule(LIMITS["stop"].words, lambda value: isinstance(value, list) and LIMITS["stop"].holds(tuple(value)))
@@ -77,7 +79,10 @@ class CountBody(ChatRequest):
             raise wrong("context_management", "is not supported; leave it out")
 
     def conversation(self) -> Conversation:
-        history, tools = History(), {tool["name"]: tool for tool in self.tools or () if isinstance(tool.get("name"), str)}
+        history, tools = (
+            History(),
+            {tool["name"]: tool for tool in self.tools or () if isinstance(tool.get("name"), str)},
+        )
         if self.system:
             _add(history, _Message(role="system", content=self.system), "system", tools)
         for number, message in enumerate(self.messages):
@@ -187,7 +192,7 @@ def _part(block: Mapping[str, Any], path: str) -> Json:
     """Return the fields of a message that a block of an answer has."""
     match block.get("type"):
         case "thinking":
-            return reasoning_part(text_in(block, "thinking", path))
+            return reasoning_part(text_in(block, "thinking", path) or _signed_text(block.get("signature")))
         case "redacted_thinking":
             return {}
         case "tool_use":
@@ -197,6 +202,21 @@ def _part(block: Mapping[str, Any], path: str) -> Json:
             return {"tool_calls": [tool_call(text_in(block, "id", path), text_in(block, "name", path), values)]}
         case _:
             return {"content": _text(block, path)}
+
+
+def signature_of(reasoning: str) -> str:
+    """Return the signature of a reasoning that the client does not want to see, but sends back: its text."""
+    return _SIGNED + b64encode(reasoning.encode()).decode()
+
+
+def _signed_text(signature: Any) -> str:
+    """Return the text of a signature, empty for that of another server."""
+    if not isinstance(signature, str) or not signature.startswith(_SIGNED):
+        return ""
+    try:
+        return b64decode(signature.removeprefix(_SIGNED), validate=True).decode()
+    except ValueError:
+        return ""
 
 
 def _texts(content: Any, path: str, tools: Mapping[str, Json]) -> str:
