@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from dcpmla.fields import Rule, whole
 from dcpmla.runtime.grammar import Grammar
@@ -49,7 +49,7 @@ class _ToolChoice(Fields):
 class _Thinking(Fields):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=1)
-    display: Literal["summarized", "omitted"] | None = None
+    display: Annotated[str, StringConstraints(max_length=32)] | None = None  # "omitted" alone has an effect
 
 
 class _OutputConfig(OpenFields):
