@@ -138,8 +138,8 @@ def _with_objects(message: Json) -> Json:
 def _alternating(messages: Sequence[Json]) -> list[Json]:
     """Return messages in which users and answers alternate after one message of a system.
 
-    Later messages of a system become a user's. A user's message joins the message before if that is a user's or a tool's
-    result, and the first ones of a system are one.
+    Later messages of a system become a user's. A user's message joins the message before it if that is a user's or a
+    tool's result, and the first ones of a system are one.
     """
     joined: list[Json] = []
     for message in messages:
