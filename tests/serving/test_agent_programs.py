@@ -4,7 +4,6 @@ Each is asked to make a file. The model calls the agent's tool for commands, the
 programs come from npm: @anthropic-ai/claude-code, @openai/codex, opencode-ai and cline.
 """
 
-import json
 import os
 import re
 import shutil
@@ -12,6 +11,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import psutil
@@ -25,11 +25,12 @@ from tests.support.small_tokenizers import scripted_tokenizer
 
 PAGE = (ROOT / "docs" / "agents.md").read_text()
 COMMAND = "echo made > made.txt"
-CALLS = {
-    "claude": call("Bash", command=COMMAND, description="x"),
-    "codex": call("exec_command", cmd=COMMAND),
-    "opencode": call("bash", command=COMMAND, description="x"),
-    "cline": call("run_commands", commands=[COMMAND]),
+# Arguments of the tools for commands, by the tools' names.
+CALLS: dict[str, dict[str, Any]] = {
+    "Bash": {"command": COMMAND, "description": "x"},
+    "exec_command": {"cmd": COMMAND},
+    "bash": {"command": COMMAND, "description": "x"},
+    "run_commands": {"commands": [COMMAND]},
 }
 SECONDS = 300  # after which a program that hangs is killed
 
@@ -39,11 +40,8 @@ def script(prompt: str) -> str:
     reasoning = "so</think>" if prompt.endswith("<think>") else ""
     if "<|tool|>" in prompt:
         return f"{reasoning}It is made."
-    names = {
-        program: json.loads(text[len("<tool_call>") : -len("</tool_call>")])["name"] for program, text in CALLS.items()
-    }
-    found = [program for program, name in names.items() if f'"name": "{name}"' in prompt]
-    return reasoning + ("I make it. " + CALLS[found[0]] if found else "A file")
+    found = [call(name, **arguments) for name, arguments in CALLS.items() if f'"name": "{name}"' in prompt]
+    return reasoning + (f"I make it. {found[0]}" if found else "A file")
 
 
 @pytest.fixture(scope="module")
@@ -63,15 +61,11 @@ class Machine:
     project: Path
     url: str
 
-    def block(self, heading: str, language: str, number: int = 0) -> str:
-        """Return a block of code under a heading of the page."""
+    def block(self, heading: str, language: str) -> str:
+        """Return the first block of a language under a heading of the page."""
         section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
-        text = re.findall(rf"^```{language}\n(.*?)^```$", section, flags=re.DOTALL | re.MULTILINE)[number]
-        return (
-            text.replace("http://127.0.0.1:8000", self.url)
-            .replace("KEY", KEY)
-            .replace(f"DCPMLA_API_{KEY}", "DCPMLA_API_KEY")
-        )
+        (text, *_) = re.findall(rf"^```{language}\n(.*?)^```$", section, flags=re.DOTALL | re.MULTILINE)
+        return re.sub(r"\bKEY\b", KEY, text.replace("http://127.0.0.1:8000", self.url))
 
     def write(self, path: str, text: str) -> None:
         file = self.home / path
