@@ -79,10 +79,8 @@ class CountBody(ChatRequest):
             raise wrong("context_management", "is not supported; leave it out")
 
     def conversation(self) -> Conversation:
-        history, tools = (
-            History(),
-            {tool["name"]: tool for tool in self.tools or () if isinstance(tool.get("name"), str)},
-        )
+        history = History()
+        tools = {tool["name"]: tool for tool in self.tools or () if isinstance(tool.get("name"), str)}
         if self.system:
             _add(history, _Message(role="system", content=self.system), "system", tools)
         for number, message in enumerate(self.messages):

@@ -61,7 +61,7 @@ class Template:
 
     def render(self, conversation: Conversation) -> str:
         """Return the text of a conversation, in which texts of users and tools are cut (`ControlTokens.cut`)."""
-        messages: Sequence[Json] = self._control_tokens.cut(conversation.messages)
+        messages = self._control_tokens.cut(conversation.messages)
         variables: Json = {}
         if conversation.thinking is not None:
             variables = dict.fromkeys(_SWITCHES, conversation.thinking)
@@ -91,7 +91,7 @@ class Template:
             return self._apply(messages, tools, **arguments, **variables)
         except TemplateError:  # Some templates want users and answers to alternate, and agents do not.
             alternating = _alternating(messages)
-            if len(alternating) == len(messages):
+            if alternating == messages:
                 raise
             return self._apply(alternating, tools, **arguments, **variables)
 

@@ -77,6 +77,8 @@ def test_templates_whose_roles_must_alternate() -> None:
     history = [*messages, {"role": "user", "content": "i"}, called, *results]
     expected = "<s>a\n\nb</s><user>c\n\nd\n\ne<assistant>f<user>i<assistant>!<tool>g\n\nh"
     assert rendered(chats, Conversation(history, add_generation_prompt=False)) == expected
+    reminded = [{"role": role, "content": role} for role in ("user", "assistant", "system")]
+    assert rendered(chats, Conversation(reminded)) == "<user>user<assistant>assistant<user>system"
     with pytest.raises(ApiError, match="refuses the messages: roles must alternate"):
         rendered(chats, Conversation([{"role": "assistant", "content": "f"}]))
     with pytest.raises(ApiError, match="refuses the messages: roles must alternate"):
