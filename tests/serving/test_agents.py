@@ -252,3 +252,11 @@ def test_a_prompt_that_is_too_long_is_said_in_words_that_agents_know(scripted: R
     assert counted.json()["input_tokens"] == number
     tokens = httpx2.post(f"{scripted.url}/tokenize", json={"messages": messages}, headers=AUTHORIZED, timeout=60)
     assert tokens.json()["count"] == number
+
+
+def test_clients_of_both_apis_list_the_model(scripted: RunningScript) -> None:
+    anthropics = anthropic.Anthropic(base_url=scripted.url, auth_token=KEY, api_key=None, max_retries=0, timeout=60)
+    openais = openai.OpenAI(base_url=f"{scripted.url}/v1", api_key=KEY, max_retries=0, timeout=60)
+    for client in (anthropics, openais):
+        assert [model.id for model in client.models.list()] == ["scripted"]
+        assert client.models.retrieve("scripted").id == "scripted"
