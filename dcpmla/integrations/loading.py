@@ -92,10 +92,12 @@ def load_engine(
     lens = num_running, files.max_model_len, costs.tokens_per_request
     mixed, *makers = _graph_makers(sharded, options, *lens)
     is_captured = _captures(device, options)
-    num_bytes = options.kv_cache_memory_bytes
+    num_bytes, most = options.kv_cache_memory_bytes, seq_lens
     if num_bytes is None:
         num_bytes = _free_bytes(sharded, options, num_local_ranks, [mixed, *makers] if is_captured else [])
-    plan = _plan_cache(sharded, seq_lens, num_bytes, num_running, options.max_query_len - 1)
+        if device.type == "cpu":  # whose memory is for other programs, too
+            most = seq_lens or [files.max_model_len] * num_running
+    plan = _plan_cache(sharded, seq_lens, most, num_bytes, num_running, options.max_query_len - 1)
     with agree():
         cache: Cache = plan.allocate(device)
         memory, tier = make_host_memory(cache, options.kv_offloading_size, mesh.tp_size, num_local_ranks)
@@ -189,13 +191,27 @@ def _graph_makers(
 
 
 def _plan_cache(
-    model: ShardedModel, seq_lens: Sequence[int] | None, num_bytes: int, num_running: int, num_drafts: int
+    model: ShardedModel,
+    seq_lens: Sequence[int] | None,
+    most: Sequence[int] | None,
+    num_bytes: int,
+    num_running: int,
+    num_drafts: int,
 ) -> CachePlan:
-    """Plan the blocks that the sequences need together, or that fit on the rank with the least memory, and states, if
-    the model has them, of all requests that may run and of some remembered ones.
+    """Plan the blocks that fit on the rank with the least memory, and states, if the model has them, of all requests
+    that may run and of some remembered ones.
+
+    Args:
+        seq_lens: Lengths of all future sequences, if known; the longest must fit.
+        most: Lengths of sequences that need no more blocks than the cache may have; None for any number.
     """
+
+    def planned(lens: Sequence[int]) -> CachePlan:
+        placed = model.placement.dcp, lens, model.dtype
+        return model.attention.plan_cache(*placed, num_states(num_running), num_drafts)
+
     lens = list(seq_lens) if seq_lens else [1]
-    plan = model.attention.plan_cache(model.placement.dcp, lens, model.dtype, num_states(num_running), num_drafts)
+    plan = planned(lens)
     block_bytes = plan.bytes_per_block or _EMPTY_BLOCK_BYTES
     state_bytes = plan.num_states * plan.bytes_per_state
     affordable = torch.tensor(max(0, num_bytes - state_bytes) // block_bytes, device=model.device)
@@ -209,7 +225,8 @@ def _plan_cache(
             f"{int(affordable) * block_bytes:,}{states}; shorten it (--max-model-len, --max-new-tokens), {fewer}"
             f"raise --kv-cache-memory-bytes, or shard over more ranks (-dcp)"
         )
-    return replace(plan, num_blocks=min(plan.num_blocks, int(affordable)) if seq_lens else int(affordable))
+    num_blocks = min(planned(most).num_blocks, int(affordable)) if most else int(affordable)
+    return replace(plan, num_blocks=num_blocks)
 
 
 def _free_bytes(model: ShardedModel, options: EngineOptions, num_local_ranks: int, graphs: Sequence[GraphMaker]) -> int:
