@@ -43,6 +43,7 @@ def run(args: argparse.Namespace) -> None:
     dcp = dcp_config(args, args.decode_context_parallel_size)
     options = _take_options(args)
     _check_role(options, dcp)
+    _set_up_log(options.log_level)
     frontend = _start_frontend(options, args.model)
     with start(args) as job, ExitStack() as to_close:
         job.watchdog.enter("reading the model's files", LOAD_TIMEOUT)
@@ -89,6 +90,18 @@ def _take_options(args: argparse.Namespace) -> ServeOptions:
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"{name} ({option}, {variable}) is empty; give a key, or leave it out")
     return ServeOptions(**values)
+
+
+def _set_up_log(level: str) -> None:
+    """Write the package's log to standard error: the first rank from a level on, other ranks their warnings. Libraries
+    have their own warnings, too.
+    """
+    rank = claimed_rank(os.environ) or "0"
+    of_rank = "" if rank == "0" else f"rank {rank}: "
+    logging.basicConfig(format=f"%(asctime)s %(levelname)s {of_rank}%(message)s")
+    lowest = logging.getLevelNamesMapping()[level.upper()]
+    logging.getLogger().setLevel(max(lowest, logging.WARNING))
+    logging.getLogger("dcpmla").setLevel(lowest if rank == "0" else max(lowest, logging.WARNING))
 
 
 def _check_role(options: ServeOptions, dcp: DCPConfig) -> None:

@@ -240,6 +240,7 @@ class Api:
             num_characters=num_kept_characters + num_entries,
             move=move,
         )
+        request.state.generation = generation
         reply.drop_prompts()
         if body.stream:
             return EventStream(generation, events(generation, reply, ending))

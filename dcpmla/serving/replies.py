@@ -141,6 +141,7 @@ async def events(generation: Generation, answers: Reply, ending: Ending | None =
             for text in event(*chunks):
                 yield text
     except ApiError as error:
+        generation.failure = error.status
         for text in event(answers.error(error)):
             yield text
     else:
