@@ -114,6 +114,11 @@ class Agreement:
         """Queue news of this rank for the next message."""
         self._outgoing = self._outgoing.joined(news)
 
+    @property
+    def has_posted(self) -> bool:
+        """Return whether posted news wait for a message."""
+        return any(self._outgoing)
+
     def start(
         self,
         tokens: Tensor,
