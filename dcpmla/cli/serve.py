@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
         if frontend is not None:
             frontend.start()
             frontend.send(Opened(str(files.directory)))
-        engine, _ = build_engine(args, job, dcp, files, None)
+        engine, _ = build_engine(args, job, dcp, files, None, _logger.info)
         to_close.callback(engine.close)
         link = None
         if options.role != "both":
@@ -65,7 +65,10 @@ def run(args: argparse.Namespace) -> None:
         loop = ServingLoop(engine, frontend)
         job.watchdog.on_stop(loop.stop)
         if frontend is not None:
-            frontend.send(started(engine, files, link))
+            message = started(engine, files, link)
+            if message.no_grammars:
+                _logger.info("structured output: none; %s", message.no_grammars)
+            frontend.send(message)
             print(f"serving on {frontend.address}", flush=True)
         # Garbage collection skips all objects loaded so far: a pass takes 0.2 s and more, and all ranks wait.
         gc.collect()
