@@ -156,7 +156,7 @@ class WholeAnswer(Response):
 
     def __init__(self, value: Json, headers: Headers = ()) -> None:
         super().__init__()
-        self._value, self._headers = value, headers
+        self._value, self._more_headers = value, headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await while_connected(receive, self._send(send))
@@ -164,7 +164,7 @@ class WholeAnswer(Response):
     async def _send(self, send: Send) -> None:
         pieces = slices(self._value)
         text, following = next(pieces), next(pieces, None)
-        headers = [(b"content-type", b"application/json"), *self._headers]
+        headers = [(b"content-type", b"application/json"), *self._more_headers]
         if following is None:
             headers.append((b"content-length", str(len(text.encode())).encode()))
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -180,14 +180,14 @@ class EventStream(Response):
 
     def __init__(self, generation: Generation, events: AsyncIterator[str], headers: Headers = ()) -> None:
         super().__init__()
-        self._generation, self._events, self._headers = generation, events, headers
+        self._generation, self._events, self._more_headers = generation, events, headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._generation:
             await while_connected(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [*_EVENTS, *self._headers]})
+        await send({"type": "http.response.start", "status": 200, "headers": [*_EVENTS, *self._more_headers]})
         async for text in self._events:
             await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
             await asyncio.sleep(0)
