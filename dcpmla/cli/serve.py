@@ -4,6 +4,7 @@ import argparse
 import gc
 import logging
 import os
+import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -50,9 +51,11 @@ def run(args: argparse.Namespace) -> None:
         with agree():
             files = open_model(args.model, args.max_model_len, args.revision)
             check_layout(files, dcp)
+        start_time = time.monotonic()
         if frontend is not None:
             frontend.start()
             frontend.send(Opened(str(files.directory)))
+            _logger.info("loading %s", files.directory)
         engine, _ = build_engine(args, job, dcp, files, None, _logger.info)
         to_close.callback(engine.close)
         link = None
@@ -69,6 +72,7 @@ def run(args: argparse.Namespace) -> None:
             if message.no_grammars:
                 _logger.info("structured output: none; %s", message.no_grammars)
             frontend.send(message)
+            _logger.info("ready %.1f s later", time.monotonic() - start_time)
             print(f"serving on {frontend.address}", flush=True)
         # Garbage collection skips all objects loaded so far: a pass takes 0.2 s and more, and all ranks wait.
         gc.collect()

@@ -1,6 +1,7 @@
 """The HTTP process's end of the engine: submitted requests and their outputs."""
 
 import asyncio
+import logging
 import time
 from asyncio import StreamReader
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -42,6 +43,7 @@ from dcpmla.serving.reading import RequestText
 _SILENCE = 10.0  # seconds without a step after which the ranks count as stuck
 _MOMENT = 0.1  # seconds in which the work for clients that have just left ends, and between two looks at the rest
 _RETRY_AFTER = {"Retry-After": "1"}  # seconds
+_logger = logging.getLogger(__name__)
 WAITING_TOKENS = 1 << 23  # Limit of open requests' prompt tokens beyond the cache's capacity.
 
 
@@ -201,10 +203,13 @@ class Engine:
     async def finish(self, seconds: float) -> None:
         """Once the job is to stop, leave open requests some seconds, then abort them, and let the ranks end."""
         await self.drain.wait()
+        _logger.info("stopping: %d open requests have %g s (--drain-seconds)", len(self._open), seconds)
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self._open:
                     await asyncio.sleep(_MOMENT)
+        if self._open:
+            _logger.info("%d requests end with 503", len(self._open))
         self.outbox.abort(self._open)
         self._end_all("abort")
         self.outbox.send(Close())

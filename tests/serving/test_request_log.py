@@ -110,9 +110,9 @@ def test_strangers_cause_few_lines_and_no_secret_is_written(server: RunningServe
     client.get("/metrics")
     shown = rf"/secret\\n2000-01-01\\x1b\[31m{77 * 'x'}"
     log.wait(rf"127\.0\.0\.1 GET {shown} 404 in \S+ s", 12)
-    log.wait(rf"127\.0\.0\.1 GET {shown} 401 in \S+ s", 10)
     log.wait(r"127\.0\.0\.1 POST /v1/completions 200 in .*")
     text = log.text()
+    assert len(re.findall(rf"GET {shown} 401 in ", text)) <= 2 * 10  # Other tests may cause some, and a minute may end.
     for secret in (KEY, "amber", "Ada", "/health", "/metrics"):
         assert secret not in text
 
@@ -210,13 +210,19 @@ def test_the_load_of_a_server_is_what_its_metrics_gained() -> None:
 
 
 def test_a_server_says_what_it_does(model: Path, tmp_path: Path) -> None:
-    """Its start, and its load while it is busy; on the first rank alone, and without lines of requests."""
+    """Its start, its load while it is busy, and its end; on the first rank alone, and without lines of requests."""
     options = ["--max-model-len", 2048, "--max-num-seqs", 7, "--speculative-method", "ngram", "--disable-access-log"]
+    options += ["--drain-seconds", 1]
     with serve(tmp_path, model, 2, *options) as server:
         endless = body(max_tokens=2000, ignore_eos=True, stream=True)
         with httpx2.stream("POST", f"{server.url}/v1/completions", json=endless, timeout=120) as answer:
             lines = answer.iter_lines()
             wait_until(lambda: "running, " in (next(lines, ""), server.log())[1], "no line on the load", 0)
+        with httpx2.stream("POST", f"{server.url}/v1/completions", json=endless, timeout=120) as answer:
+            next(answer.iter_lines())
+            server.stop()
+            answer.read()
+        assert server.exit_codes() == [0, 0]
         out, errors, other_out, other_errors = (path.read_text() for path in server.logs)
     assert re.search(
         r"INFO prompts \S+ tokens/s.*, new \d\S* tokens/s; [01] running, 0 waiting, cache \S+% used,", errors
@@ -225,6 +231,7 @@ def test_a_server_says_what_it_does(model: Path, tmp_path: Path) -> None:
     assert out == f"serving on {server.url}\n"
     assert other_out + other_errors == ""
     for pattern in (
+        rf"loading {re.escape(str(model))}$",
         rf"model: {re.escape(str(model))} \(deepseek_v3\) in bfloat16",
         "layout: tp 2, dcp 2, 1 successive tokens on a rank",
         "cache: .* tokens in .* blocks of 16 on each of 2 DCP ranks",
@@ -236,6 +243,8 @@ def test_a_server_says_what_it_does(model: Path, tmp_path: Path) -> None:
         "steps: up to 8,192 tokens of 7 requests; prefixes are reused",
         "drafts: ngram, up to 3 of a request",
         "structured output: none; .*",
+        r"ready \d+\.\d s later$",
+        r"stopping: 1 open requests have 1 s \(--drain-seconds\)$",
     ):
         assert re.search(rf"^\S+ \S+ INFO {pattern}", errors, re.MULTILINE), pattern
 
