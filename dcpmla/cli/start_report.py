@@ -25,11 +25,13 @@ def start_lines(
     """
     dcp, scheduler = engine.dcp, engine.scheduler
     commit = "" if files.commit is None else f", commit {files.commit}"
-    sizes = dcp.tensor_parallel_size, dcp.decode_context_parallel_size, dcp.cp_kv_cache_interleave_size
+    sizes = dcp.tensor_parallel_size, dcp.decode_context_parallel_size
     lines = [
         f"model: {files.directory} ({files.config.model_type}{commit}) in {dtype_name(engine.model.dtype)}",
         f"ranks: {job.ranks.origin}",
-        "layout: tp {}, dcp {}, {} successive tokens on a rank".format(*sizes)
+        "layout: tp {}, dcp {}, interleave {}, block size {}".format(
+            *sizes, dcp.cp_kv_cache_interleave_size, dcp.block_size
+        )
         + (", whole experts on each rank" if options.enable_expert_parallel else ""),
         f"cache: {engine.cache.sizes}",
         f"room: {_room(engine, options, knows_lengths)}",
@@ -68,12 +70,12 @@ def graph_lines(graph: StepGraph | None, mixed_graph: StepGraph | None) -> list[
 
 def _room(engine: Engine, options: EngineOptions, knows_lengths: bool) -> str:
     """Return how many of the longest requests fit, and the reason of the cache's size."""
+    if knows_lengths and options.kv_cache_memory_bytes is None:
+        return "what the prompts and their answers need, within --gpu-memory-utilization"
     sizes, longest = engine.cache.sizes, engine.max_model_len
     num_fitting = min(engine.scheduler.max_num_seqs, sizes.num_blocks // -(-longest // sizes.block_tokens))
     if options.kv_cache_memory_bytes is not None:
         reason = f"--kv-cache-memory-bytes {options.kv_cache_memory_bytes:,}"
-    elif knows_lengths:
-        reason = "what the prompts and their answers need"
     elif engine.model.device.type == "cpu":
         reason = "what --max-num-seqs requests of --max-model-len need, within --gpu-memory-utilization"
     else:

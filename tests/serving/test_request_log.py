@@ -234,7 +234,7 @@ def test_a_server_says_what_it_does(model: Path, tmp_path: Path) -> None:
     for pattern in (
         rf"loading {re.escape(str(model))}$",
         rf"model: {re.escape(str(model))} \(deepseek_v3\) in bfloat16",
-        "layout: tp 2, dcp 2, 1 successive tokens on a rank",
+        "layout: tp 2, dcp 2, interleave 1, block size 16$",
         "cache: .* tokens in .* blocks of 16 on each of 2 DCP ranks",
         r"room: (\d+) requests of the longest, 2,048 tokens, fit at once; .* is --kv-cache-memory-bytes 4,194,304",
         r"exchange: a2a \(auto: .*\)",
