@@ -134,7 +134,7 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Return whether no request is to be served, and neither a step is under way nor posted news wait for one."""
-        return not (self.has_requests or self._in_flight or self._agreement.has_posted)
+        return not (self.has_requests or self._in_flight or any(self._agreement.posted))
 
     def prompt(self, content: str | Sequence[int], cache_salt: _Salt = "") -> Prompt:
         """Check a prompt, a text or token ids, that several requests may share.
