@@ -32,7 +32,7 @@ class FewLines(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether a logger's line is written."""
-        return self.admits(str(record.msg).strip()[:_MOST_CHARACTERS])
+        return self.admits(str(record.msg).strip().rstrip(".")[:_MOST_CHARACTERS])
 
     def tell(self) -> None:
         """Once a minute is over, log how many lines of each kind it left out, and begin the next one."""

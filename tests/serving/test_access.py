@@ -65,9 +65,14 @@ def test_no_redirect_names_the_host_of_a_request() -> None:
 
 
 def test_lines_of_a_library_that_strangers_cause_are_few(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("a server's")
-    logger.addFilter(FewLines())
+    caplog.set_level(logging.INFO)
+    now = [0.0]
+    logger, few = logging.getLogger("a server's"), FewLines(lambda: now[0])
+    logger.addFilter(few)
     for _ in range(1000):
         logger.warning("Invalid HTTP request received.")
     logger.warning("another line")
     assert len(caplog.records) == 11
+    now[0] = 61.0
+    few.tell()
+    assert caplog.messages[11:] == ["Invalid HTTP request received: 990 more within a minute"]
