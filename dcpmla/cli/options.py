@@ -48,22 +48,26 @@ class _ModelAction(argparse.Action):
                 action.required = False
 
 
-def add_model(parser: argparse.ArgumentParser, metavar: str, text: str, **keywords: Any) -> None:
+def add_model(
+    parser: argparse.ArgumentParser, text: str, type: Callable[[str], Any] = str, is_required: bool = True
+) -> None:
     """Add the model as a positional argument, and as --model.
 
     Args:
-        metavar: Name of the value in the help.
         text: Help of the argument.
-        keywords: Further arguments of both `add_argument` calls.
+        type: Function that reads the value.
+        is_required: Whether the model must be given.
     """
-    parser.add_argument("model", action=_ModelAction, metavar=metavar, help=text, **keywords)
-    parser.add_argument("--model", action=_ModelAction, metavar=metavar, help="the same", **keywords)
+    keywords: dict[str, Any] = {"action": _ModelAction, "metavar": "MODEL", "type": type}
+    # Not `nargs="?"`: argparse would take the argument for missing where an option comes before it.
+    parser.add_argument("model", help=text, **keywords).required = is_required
+    parser.add_argument("--model", help="the same", **keywords)
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of a model, its layout and its engine."""
     add = parser.add_argument
-    add_model(parser, "DIR_OR_ID", "directory of a safetensors checkpoint, or a hub id")
+    add_model(parser, "directory of a safetensors checkpoint, or a hub id")
     add("--revision", metavar="REV", help="branch, tag or commit of a hub id; default: its main branch")
     tp = "ranks that cut the heads; all ranks of the job"
     add("-tp", "--tensor-parallel-size", type=int, default=1, metavar="N", help=tp)

@@ -79,7 +79,7 @@ def _serve_store(hosts: Hosts) -> tuple[int, dist.Store | None]:
         listener = listen_for_ranks(host, port)
     except OSError as error:
         raise ConnectionError(
-            f"this host cannot listen at port {port}, where the ranks meet: {error.strerror}; set master_port "
+            f"this host cannot listen at port {port}, where the ranks meet: {os.strerror(error.errno or 0)}; set master_port "
             "(--master-port) to a free port, the same on all hosts"
         ) from error
     port = listener.getsockname()[1]
