@@ -51,11 +51,11 @@ def run_local_ranks(num_ranks: int, hosts: Hosts) -> int:
 
 
 def end_with_parent(env: Mapping[str, str]) -> None:
-    """Have the kernel kill this process, if it is a rank of `run_local_ranks`, when its parent ends, however that happens.
+    """Have the kernel kill this process, if it is a rank of `run_local_ranks`, when its parent ends for any reason.
 
     The kernel's signal needs no thread of this process, so it works in native code and before the ranks have met. Also
-    take signals that were held back while Python started: SIGINT ends this process without a traceback until the
-    watchdog takes it.
+    take the SIGINT that was held back while Python started: it ends this process without a traceback until the watchdog
+    takes it.
 
     Raises:
         ConnectionError: The parent is gone already.
@@ -79,8 +79,8 @@ def _serve_store(hosts: Hosts) -> tuple[int, dist.Store | None]:
         listener = listen_for_ranks(host, port)
     except OSError as error:
         raise ConnectionError(
-            f"this host cannot listen at port {port}, where the ranks meet: {os.strerror(error.errno or 0)}; set master_port "
-            "(--master-port) to a free port, the same on all hosts"
+            f"this host cannot listen at port {port}, where the ranks meet: {os.strerror(error.errno or 0)}; set "
+            "master_port (--master-port) to a free port, the same on all hosts"
         ) from error
     port = listener.getsockname()[1]
     options: Any = {"is_master": True, "master_listen_fd": listener.detach()}
@@ -88,7 +88,7 @@ def _serve_store(hosts: Hosts) -> tuple[int, dist.Store | None]:
 
 
 class _LocalRanks:
-    """The processes of this host's ranks, each the leader of a process group, so that Ctrl-C reaches this process alone.
+    """The processes of this host's ranks, each in a process group of its own: Ctrl-C reaches this process alone.
 
     Args:
         variables: Environment variables of each rank, on top of this process's.

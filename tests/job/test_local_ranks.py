@@ -1,4 +1,4 @@
-"""The process that starts a host's ranks: their variables, outputs, signals, ends; here the ranks are small programs."""
+"""The process that starts a host's ranks: their variables, outputs, signals, ends. The ranks are small programs."""
 
 import json
 import os

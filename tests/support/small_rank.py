@@ -1,4 +1,4 @@
-"""A rank for `run_local_ranks` that imports nothing of the package: writes its variables, then does what it is asked to.
+"""A rank for `run_local_ranks` that imports nothing of the package: writes its variables, then does what it is asked.
 
 Arguments: a directory, then what each rank does.
 """
@@ -22,7 +22,7 @@ def main(directory: Path, *actions: str) -> None:
             signal.signal(number, lambda number, _: _GOT.append(signal.Signals(number).name))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     child = subprocess.Popen(["sleep", "600"]).pid if work == "leave" else None
-    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR OMP_NUM_THREADS DCPMLA_PARENT".split()
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "DCPMLA_PARENT"]
     found = {name: os.environ[name] for name in names} | {"pid": pid, "child": child}
     print(f"rank {rank} says so", flush=True)
     print(f"warning of {rank}\n\ndcpmla: error: rank {rank} is one", file=sys.stderr, flush=True)
