@@ -25,7 +25,7 @@ _LAST_LINES = 1.0  # seconds that a rank's last lines may take
 # What ranks get that go on after another one failed, by seconds: a server drains at the first SIGTERM and ends at the
 # second. The guard of a server's HTTP process waits 15 s before it kills that.
 _STOPS = ((0.0, signal.SIGTERM), (5.0, signal.SIGTERM), (20.0, signal.SIGKILL))
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux's prctl
 _LINE = b"dcpmla: error: "
 
 
@@ -44,6 +44,7 @@ def run_local_ranks(num_ranks: int, hosts: Hosts) -> int:
         ConnectionError: The port where the ranks meet is taken.
     """
     port, store = _serve_store(hosts)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # a rank's end must not hide its children, as zombies or running
     with closing(StopSignals(_LOOK)) as signals:
         code = _LocalRanks(list(hosts.variables(num_ranks, port)), signals).wait()
     del store
@@ -63,7 +64,7 @@ def end_with_parent(env: Mapping[str, str]) -> None:
     parent = env.get(PARENT)
     if parent is None:
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if parent != str(os.getppid()):
@@ -98,6 +99,7 @@ class _LocalRanks:
     def __init__(self, variables: Sequence[Mapping[str, str]], signals: StopSignals) -> None:
         self._variables, self._signals = variables, signals
         self._alive: dict[int, subprocess.Popen[bytes]] = {}  # by rank, until its whole group has ended
+        self._ended: set[int] = set()
         self._relays: list[threading.Thread] = []
         self._code = 0
         self._passed_on: set[int] = set()  # signals
@@ -137,37 +139,35 @@ class _LocalRanks:
 
     def _look(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
         """Note a rank's end, and that of its group."""
-        has_ended = process.returncode is not None
         code = process.poll()
         if code is None:
             return
-        if not has_ended and code:
-            self._note_failure(rank, code)
-        # As a container's first process, this one inherits the rank's children, and has to wait for them.
-        with suppress(ChildProcessError):
+        if rank not in self._ended:  # no matter who polled first: Popen does when it sends a signal
+            self._ended.add(rank)
+            self._note_end(rank, code)
+        with suppress(ChildProcessError):  # a child of the rank, which this process has inherited
             os.waitpid(-process.pid, os.WNOHANG)
         try:
             os.killpg(process.pid, 0)
         except ProcessLookupError:
             del self._alive[rank]
 
-    def _note_failure(self, rank: int, code: int) -> None:
+    def _note_end(self, rank: int, code: int) -> None:
         is_first = not self._code
         if is_first:
-            self._code = code if code > 0 else 128 - code
-        if code > 0:  # it has said why, or another rank has
+            self._code = code if code >= 0 else 128 - code
+        if code >= 0:  # if it failed, it has said why, or another rank has
             return
         name = signal.Signals(-code).name
         if is_first and -code in self._passed_on:
-            _say(f"rank {rank} was asked to stop ({name}) before the ranks had met: {RESTART}")
+            _say(f"rank {rank} was asked to stop ({name}): {RESTART}")
         elif -code not in self._passed_on and (is_first or -code not in (signal.SIGTERM, signal.SIGKILL)):
             advice = f"see the lines above and dmesg (was memory short?), then {RESTART}"
             _say(f"rank {rank} was killed by {name}: {advice}")
 
     def _stop(self) -> None:
         """Stop what goes on after a rank failed, or after all ranks ended: processes that a rank has started."""
-        has_ended = all(process.returncode is not None for process in self._alive.values())
-        if self._ending_since is None and (self._code or has_ended):
+        if self._ending_since is None and (self._code or self._alive.keys() <= self._ended):
             self._ending_since = time.monotonic()
         while self._ending_since is not None and self._stops:
             seconds, number = self._stops[0]
@@ -192,11 +192,11 @@ class _LocalRanks:
 @contextmanager
 def _held_back(number: signal.Signals) -> Iterator[None]:
     """Hold a signal back from what a block starts: Python would print its stack for a SIGINT while it starts."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _relay(rank: int, lines: IO[bytes]) -> None:
@@ -206,6 +206,10 @@ def _relay(rank: int, lines: IO[bytes]) -> None:
         with suppress(OSError, ValueError):  # this process's stderr is closed; the rank must not block
             sys.stderr.buffer.write(head + line)
             sys.stderr.buffer.flush()
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _say(words: str) -> None:

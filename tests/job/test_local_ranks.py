@@ -59,8 +59,8 @@ class Family:
 
 
 @contextmanager
-def family(directory: Path, *actions: str, stops: tuple[Any, ...] = SOON) -> Iterator[Family]:
-    process = start_process(_parent, (directory, actions, stops))
+def family(directory: Path, *actions: str, parent: Callable[..., object] | None = None) -> Iterator[Family]:
+    process = start_process(parent or _parent, (directory, actions))
     found = Family(directory, process, len(actions))
     try:
         yield found
@@ -73,11 +73,11 @@ def family(directory: Path, *actions: str, stops: tuple[Any, ...] = SOON) -> Ite
                 os.kill(pid, signal.SIGKILL)
 
 
-def _parent(directory: Path, actions: tuple[str, ...], stops: tuple[Any, ...]) -> None:
+def _parent(directory: Path, actions: tuple[str, ...]) -> None:
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     sys.stderr = os.fdopen(2, "w", closefd=False)
-    local_ranks._STOPS = stops  # type: ignore[misc]
+    local_ranks._STOPS = SOON  # type: ignore[misc]
     sys.orig_argv = [sys.executable, str(small_rank.__file__), str(directory), *actions]
     os.environ.pop("OMP_NUM_THREADS", None)
     sys.exit(run_local_ranks(len(actions), Hosts()))
@@ -141,7 +141,25 @@ def test_stopped_at_its_start(tmp_path: Path) -> None:
         os.kill(job.process.pid, signal.SIGTERM)
         assert job.code() == 128 + signal.SIGTERM
         (line,) = job.errors()
-        assert line.endswith("was asked to stop (SIGTERM) before the ranks had met: run the same command again")
+        assert line.endswith("was asked to stop (SIGTERM): run the same command again")
+
+
+class LateSignal:
+    """A SIGTERM that comes when the ranks have ended, and their parent does not know yet."""
+
+    def read(self) -> list[int]:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        return [signal.SIGTERM]
+
+
+def test_a_failure_is_known_though_a_signal_came_after_it(tmp_path: Path) -> None:
+    with family(tmp_path, "exit 3", parent=_late_parent) as job:
+        assert job.code() == 3
+
+
+def _late_parent(directory: Path, actions: tuple[str, ...]) -> None:
+    sys.orig_argv = [sys.executable, str(small_rank.__file__), str(directory), *actions]
+    sys.exit(local_ranks._LocalRanks(list(Hosts().variables(1, 1)), LateSignal()).wait())  # type: ignore[arg-type]
 
 
 def test_a_port_that_is_taken() -> None:
