@@ -98,7 +98,7 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_host_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of a job of -tp ranks that the command starts itself where no launcher has."""
-    add_fields(parser, Hosts, "hosts, without a launcher")
+    add_fields(parser, Hosts, "hosts")
     parser.set_defaults(launch=launch)
 
 
