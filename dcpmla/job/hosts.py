@@ -9,6 +9,8 @@ from dcpmla.fields import Count, Rule, check_fields, option_label, optional, rul
 from dcpmla.job.launcher import PARENT
 
 _PORT = 29500  # torchrun's default, too
+# Ranks share the cores, as under torchrun; a store that is lost would have torch log its stack.
+_DEFAULTS = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,8 @@ class Hosts:
             )
 
     def variables(self, num_ranks: int, port: int) -> Iterator[dict[str, str]]:
-        """Yield torchrun's variables for each rank of this host, and this process's id as that of its parent.
+        """Yield torchrun's variables for each rank of this host, the id of this process as that of its parent, and
+        defaults.
 
         Args:
             num_ranks: Number of the job's ranks.
@@ -67,8 +70,8 @@ class Hosts:
             "LOCAL_WORLD_SIZE": num_local,
             "MASTER_ADDR": self.address[0],
             "MASTER_PORT": port,
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # torchrun's default: ranks share the cores
             PARENT: os.getpid(),
+            **{name: os.environ.get(name, default) for name, default in _DEFAULTS.items()},
         }
         for local_rank in range(num_local):
             own = {"RANK": self.node_rank * num_local + local_rank, "LOCAL_RANK": local_rank}

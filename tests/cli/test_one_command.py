@@ -87,6 +87,24 @@ def test_ranks_end_with_a_parent_that_is_killed(model: Path, tmp_path: Path) -> 
         assert job.errors() == []
 
 
+def test_a_host_that_is_lost_takes_the_store_along(model: Path, tmp_path: Path) -> None:
+    """The ranks of other hosts say so in a line each, without torch's stack of the connection."""
+    nodes = ["--nnodes", 2, "--master-addr", "127.0.0.1", "--master-port", free_port()]
+    command = ["generate", model, *SIZES, *LONG, *nodes]
+    with (
+        one_command(tmp_path / "second", *command, "--node-rank", 1) as second,
+        one_command(tmp_path / "first", *command) as first,
+    ):
+        first.wait_for("1 running")
+        second.ranks()
+        first.send(signal.SIGKILL)
+        assert second.exit_code() == 1
+        (error,) = second.errors()
+        assert re.match(
+            "dcpmla: error: rank 1 .*: the job's store does not answer: who holds it on the first host", error
+        )
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
