@@ -45,9 +45,13 @@ class Parser(argparse.ArgumentParser):
                     action.help = f"{text.removesuffix('.')}. Default: %(default)s."
         return self
 
-    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
-        """Add the arguments, then parse as argparse does."""
-        return super(Parser, self.filled()).parse_known_args(*args, **kwargs)
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Add the arguments, then parse as argparse does. An option may take the place of a positional argument."""
+        parser = self.filled()
+        given = {text.partition("=")[0] for text in args or ()}
+        replaced = {action.dest for action in parser._actions if given.intersection(action.option_strings)}
+        parser._actions[:] = [each for each in parser._actions if each.option_strings or each.dest not in replaced]
+        return super(Parser, parser).parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Raise ValueError."""

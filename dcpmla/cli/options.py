@@ -34,20 +34,6 @@ if TYPE_CHECKING:  # these import transformers, which only commands that run a m
     from dcpmla.runtime.graph import StepGraph
 
 
-class _ModelAction(argparse.Action):
-    """The model, given once: as an argument of its own or as --model."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
-    ) -> None:
-        if getattr(namespace, self.dest) is not None:
-            raise argparse.ArgumentError(None, f"the model is given twice: {getattr(namespace, self.dest)}, {values}")
-        setattr(namespace, self.dest, values)
-        for action in parser._actions:
-            if isinstance(action, _ModelAction):
-                action.required = False
-
-
 def add_model(
     parser: argparse.ArgumentParser, text: str, type: Callable[[str], Any] = str, is_required: bool = True
 ) -> None:
@@ -58,10 +44,9 @@ def add_model(
         type: Function that reads the value.
         is_required: Whether the model must be given.
     """
-    keywords: dict[str, Any] = {"action": _ModelAction, "metavar": "MODEL", "type": type}
     # Not `nargs="?"`: argparse would take the argument for missing where an option comes before it.
-    parser.add_argument("model", help=text, **keywords).required = is_required
-    parser.add_argument("--model", help="the same", **keywords)
+    parser.add_argument("model", metavar="MODEL", type=type, help=text).required = is_required
+    parser.add_argument("--model", metavar="MODEL", type=type, help="the same")
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:

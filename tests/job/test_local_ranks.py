@@ -126,6 +126,7 @@ def test_signals_reach_every_rank_once(number: signal.Signals, tmp_path: Path) -
     """As those of a server that finishes its requests do, and then ends in order."""
     with family(tmp_path, "drain 1", "drain 2") as job:
         job.ranks()
+        wait_until(lambda: all((tmp_path / f"got {rank}").exists() for rank in range(2)), "a rank has no handler")
         os.kill(job.process.pid, number)
         wait_until(lambda: all(job.read(f"got {rank}") == number.name for rank in range(2)), "no signal came")
         os.kill(job.process.pid, signal.SIGTERM)

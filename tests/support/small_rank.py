@@ -36,10 +36,11 @@ def main(directory: Path, *actions: str) -> None:
         os.kill(pid, int(value))
     if work == "leave":
         return
+    got = directory / f"got {rank}"
     while work != "drain" or len(_GOT) < int(value):
-        (directory / f"got {rank}").write_text(" ".join(_GOT))
+        got.write_text(" ".join(_GOT))
         time.sleep(0.02)
-    (directory / f"got {rank}").write_text(" ".join(_GOT))
+    got.write_text(" ".join(_GOT))
 
 
 if __name__ == "__main__":
