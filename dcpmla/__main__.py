@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
         return self
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Add the arguments, then parse as argparse does. An option may take the place of a positional argument."""
+        """Add the arguments, then parse as argparse does. An option replaces a positional argument of its name."""
         parser = self.filled()
         given = {text.partition("=")[0] for text in args or ()}
         replaced = {action.dest for action in parser._actions if given.intersection(action.option_strings)}
