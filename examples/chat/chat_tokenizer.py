@@ -81,7 +81,9 @@ def train_tokenizer(talks: Iterable[Conversation]) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     render = _with_template(tokenizer).apply_chat_template
-    tokenizer.train_from_iterator((render(talk.messages, tools=talk.schemas(), tokenize=False) for talk in talks), trainer)
+    tokenizer.train_from_iterator(
+        (render(talk.messages, tools=talk.schemas(), tokenize=False) for talk in talks), trainer
+    )
     for token in CALLS:
         tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
     return _with_template(tokenizer)

@@ -1,4 +1,4 @@
-"""Conversations of the chat model: made from a seed, for training and, with words that training leaves out, for tests."""
+"""Conversations of the chat model, made from a seed: for training or, with words that it leaves out, for tests."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -146,7 +146,11 @@ class _Writer:
         parts = []
         if self.rng.random() < 0.3:
             self.name = self.words.name()
-            parts.append(self.rng.choice(("You are {}.", "Your name is {}.", "You are {}, a helpful assistant.")).format(self.name))
+            parts.append(
+                self.rng.choice(("You are {}.", "Your name is {}.", "You are {}, a helpful assistant.")).format(
+                    self.name
+                )
+            )
         elif self.rng.random() < 0.3:
             parts.append("You are a helpful assistant.")
         if {"fact", "who_has", "json_of_facts"} & set(chosen) and self.rng.random() < 0.6:
@@ -170,8 +174,8 @@ class _Writer:
         for name in self.words.names(self._up_to(3)):
             for relation in self.rng.sample(RELATIONS, self._up_to(2)):
                 value = relation.value(self.words)
-                if value == name or value in self.facts.values():
-                    continue
+                while value == name or value in self.facts.values():  # else two answers are right
+                    value = relation.value(self.words)
                 self.facts[name, relation.key] = value
                 sentences.append(relation.fact.format(name=name, value=value))
         self.rng.shuffle(sentences)
@@ -209,7 +213,9 @@ class _Writer:
         before = self._say_facts()
         (name, key), value = self.rng.choice(list(self.facts.items()))
         relation = next(each for each in RELATIONS if each.key == key)
-        self.talk.say("facts", before + relation.question.format(name=name), relation.fact.format(name=name, value=value))
+        self.talk.say(
+            "facts", before + relation.question.format(name=name), relation.fact.format(name=name, value=value)
+        )
 
     def who_has(self) -> None:
         """Ask who lives in a city."""
@@ -255,7 +261,9 @@ class _Writer:
         keys = self.rng.sample(list(known), self.rng.randint(1, len(known)))
         if self.rng.random() < 0.6:
             keys, known = ["name", *keys], {**known, "name": name}
-        question = self.rng.choice(("Describe {} as JSON with {}.", "Tell me about {} in JSON with {}.", "{} as JSON with {}."))
+        question = self.rng.choice(
+            ("Describe {} as JSON with {}.", "Tell me about {} in JSON with {}.", "{} as JSON with {}.")
+        )
         answer = json.dumps({key: known[key] for key in keys})
         self.talk.say("JSON", before + question.format(name, ", ".join(keys)), answer)
 

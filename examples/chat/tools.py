@@ -71,7 +71,12 @@ def _multiply(words: Words) -> tuple[str, Mapping[str, Any], str, str]:
 def _timer(words: Words) -> tuple[str, Mapping[str, Any], str, str]:
     minutes = words.small()
     question = words.rng.choice(("Set a timer for {} minutes.", "Please set a timer for {} minutes."))
-    return question.format(minutes), {"minutes": minutes}, '{"status": "ok"}', f"The timer is set for {minutes} minutes."
+    return (
+        question.format(minutes),
+        {"minutes": minutes},
+        '{"status": "ok"}',
+        f"The timer is set for {minutes} minutes.",
+    )
 
 
 def _message(words: Words) -> tuple[str, Mapping[str, Any], str, str]:

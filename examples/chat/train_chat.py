@@ -171,9 +171,7 @@ def losses(model: DeepseekV3ForCausalLM, batch: Batch, learns_copying: bool) -> 
 def build_optimizers(model: DeepseekV3ForCausalLM) -> list[torch.optim.Optimizer]:
     """Return Muon for the layers' matrices and AdamW for embeddings and norms."""
     layers = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
-    others = [
-        parameter for parameter in model.parameters() if not any(parameter is each for each in layers)
-    ]
+    others = [parameter for parameter in model.parameters() if not any(parameter is each for each in layers)]
     return [
         torch.optim.Muon(layers, lr=LEARNING_RATE, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0),
@@ -257,7 +255,9 @@ def save(training: Training, folder: Path, options: dict[str, Any], num_conversa
     model = DeepseekV3ForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="sdpa").eval()
     report = {
         "accuracy": {
-            name: accuracy(model, training.tokenizer, Words(random.Random(options["seed"] + 1), held_out), num_conversations)
+            name: accuracy(
+                model, training.tokenizer, Words(random.Random(options["seed"] + 1), held_out), num_conversations
+            )
             for name, held_out in (("words of training", False), ("held out", True))
         },
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -269,7 +269,10 @@ def save(training: Training, folder: Path, options: dict[str, Any], num_conversa
     }
     (folder / "training.json").write_text(json.dumps(report, indent=2) + "\n")
     for name, tasks in report["accuracy"].items():
-        print(f"{name}: " + ", ".join(f"{task} {each['right']}/{each['answers']}" for task, each in tasks.items()), flush=True)
+        print(
+            f"{name}: " + ", ".join(f"{task} {each['right']}/{each['answers']}" for task, each in tasks.items()),
+            flush=True,
+        )
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
