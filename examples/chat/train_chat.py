@@ -195,7 +195,7 @@ class Training:
         """Train until the next check, at most STEPS_PER_CHECK steps and a pool later."""
         until = min(self.num_steps, self.step + STEPS_PER_CHECK)
         while self.step < until:
-            right = [self._step(batch) for batch in batches(self.tokenizer, self.words, self._size())]
+            right = [self.take_step(batch) for batch in batches(self.tokenizer, self.words, self._size())]
             print(
                 f"{time.time() - self._start:5.0f} s  step {self.step}  tokens {self.num_tokens}  "
                 f"size {self._size():.2f}  right tokens {sum(right) / len(right):.4f}",
@@ -210,7 +210,8 @@ class Training:
     def _size(self) -> float:
         return min(1.0, 2 * self.step / self.num_steps)
 
-    def _step(self, batch: Batch) -> float:
+    def take_step(self, batch: Batch) -> float:
+        """Train on a batch; return the share of the assistant's tokens that were right."""
         done = self.step / self.num_steps
         rate = LEARNING_RATE * min(1, (self.step + 1) / WARMUP_STEPS) * max(0.01, min(1, 2 * (1 - done)))
         with torch.autocast("cpu", torch.bfloat16):
@@ -251,7 +252,7 @@ def accuracy(model: DeepseekV3ForCausalLM, tokenizer: Any, words: Words, num_con
 def save(training: Training, folder: Path, options: dict[str, Any], num_conversations: int) -> None:
     """Write the model, its tokenizer, and its accuracy on words that training has and on words that it leaves out."""
     to_bfloat16(training.model).save_pretrained(folder)
-    training.tokenizer.save_pretrained(folder)
+    training.tokenizer.save_pretrained(folder, save_jinja_files=False)  # the template goes into tokenizer_config.json
     model = DeepseekV3ForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="sdpa").eval()
     report = {
         "accuracy": {

@@ -25,7 +25,8 @@ def read_commands() -> dict[str, list[str]]:
         (ROOT / "docs" / "benchmarks.md").read_text().partition("## A load of requests\n")[2].partition("\n## ")[0]
     )
     blocks = re.findall(r"^```\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
-    return {words[0]: words for words in map(shlex.split, blocks) if words[0] != "torchrun"}
+    commands = (shlex.split(block.replace("\\\n", " ")) for block in blocks)
+    return {words[0]: words for words in commands if words[0] != "torchrun"}
 
 
 COMMANDS = read_commands()
@@ -65,7 +66,7 @@ def test_a_load_generator_measures_the_server(name: str, server: RunningServer, 
     before = server.metric("requests_total{"), server.metric("generation_tokens_total")
     run = subprocess.run(
         [*program, *words],
-        env={**environment(), "HF_HUB_OFFLINE": "1", **variables},
+        env={**environment(), **variables},
         cwd=tmp_path,
         capture_output=True,
         text=True,
