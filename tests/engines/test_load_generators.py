@@ -63,7 +63,8 @@ def test_a_load_generator_measures_the_server(name: str, server: RunningServer, 
     program, variables = find_program(name)
     words = [word.replace("examples/chat/model", str(MODEL)) for word in COMMANDS[name][1:]]
     words = [word.replace("http://127.0.0.1:8000", server.url) for word in words]
-    before = server.metric("requests_total{"), server.metric("generation_tokens_total")
+    whole = 'requests_total{finish_reason="length"}'
+    before = server.metric(whole)
     run = subprocess.run(
         [*program, *words],
         env={**environment(), **variables},
@@ -73,10 +74,5 @@ def test_a_load_generator_measures_the_server(name: str, server: RunningServer, 
         timeout=400,
     )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
-    num_requests, num_tokens = (
-        server.metric(each) - earlier
-        for each, earlier in zip(("requests_total{", "generation_tokens_total"), before, strict=True)
-    )
-    assert num_requests >= 16
-    assert num_tokens == 16 * num_requests
+    assert server.metric(whole) - before >= 16  # genai-bench gives up what else it has begun
     assert server.metric("refused_requests_total{") == 0
