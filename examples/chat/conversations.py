@@ -119,8 +119,8 @@ class Conversation:
         return [tool.schema() for tool in self.tools] or None
 
 
-class _Writer:
-    """One conversation's writer.
+class Writer:
+    """The writer of one conversation, with a method for each task.
 
     Args:
         size: From 0, short conversations with few facts and tools, to 1.
@@ -133,15 +133,15 @@ class _Writer:
         self.facts: dict[tuple[str, str], Any] = {}  # value of each person and key
         self.mine: dict[str, Any] = {}  # value of each key of the user
 
-    def write(self, tasks: Sequence[str], num_exchanges: int) -> Conversation:
+    def write(self, tasks: Sequence["Task"], num_exchanges: int) -> Conversation:
         """Write exchanges of tasks, after a system message and with tools as the tasks need them."""
         chosen = [self.rng.choice(tasks) for _ in range(num_exchanges)]
         self._set_up(chosen)
         for task in chosen:
-            getattr(self, task)()
+            task(self)
         return self.talk
 
-    def _set_up(self, chosen: Sequence[str]) -> None:
+    def _set_up(self, chosen: Sequence["Task"]) -> None:
         """Draw the system message and the tools."""
         parts = []
         if self.rng.random() < 0.3:
@@ -153,13 +153,13 @@ class _Writer:
             )
         elif self.rng.random() < 0.3:
             parts.append("You are a helpful assistant.")
-        if {"fact", "who_has", "json_of_facts"} & set(chosen) and self.rng.random() < 0.6:
+        if {Writer.fact, Writer.who_has, Writer.json_of_facts} & set(chosen) and self.rng.random() < 0.6:
             parts += self.new_facts()
         if parts:
             self.talk.messages.append({"role": "system", "content": " ".join(parts)})
-        if "made_up_call" in chosen:
+        if Writer.made_up_call in chosen:
             self.talk.tools += [made_up(self.words) for _ in range(self._up_to(2))]
-        if "call" in chosen or (self.rng.random() < 0.2 and "sum" not in chosen):
+        if Writer.call in chosen or (self.rng.random() < 0.2 and Writer.sum not in chosen):
             self.talk.tools += self.rng.sample(TOOLS, self._up_to(3))
         self.talk.tools = list({tool.name: tool for tool in self.talk.tools}.values())
         self.rng.shuffle(self.talk.tools)
@@ -182,12 +182,14 @@ class _Writer:
         return sentences
 
     def small_talk(self) -> None:
+        """Let the user say what needs no knowledge."""
         question, answer = self.rng.choice(SMALL_TALK)
         if self.rng.random() < 0.2:  # as people type
             question = question[0].lower() + question[1:-1]
         self.talk.say("small talk", question, answer)
 
     def who(self) -> None:
+        """Ask for the assistant's name."""
         answer = f"I am {self.name}, a small model." if self.name == NAME else f"I am {self.name}."
         self.talk.say("persona", self.rng.choice(WHO), answer)
 
@@ -227,6 +229,7 @@ class _Writer:
         self.talk.say("facts", f"{before}Who lives in {city}?", f"{name} lives in {city}.")
 
     def sum(self) -> None:
+        """Ask for a sum, unless a tool adds."""
         first, second = self.words.digits()
         question = self.rng.choice(("What is {} + {}?", "Add {} and {}.", "How much is {} + {}?"))
         if any(tool.name == "add" for tool in self.talk.tools):
@@ -234,6 +237,7 @@ class _Writer:
         self.talk.say("sums", question.format(first, second), f"{first} + {second} is {first + second}.")
 
     def count(self) -> None:
+        """Ask to count."""
         first, last = self.words.first_and_last()
         question = self.rng.choice(("Count from {} to {}.", "Please count from {} to {}."))
         self.talk.say("counting", question.format(first, last), ", ".join(map(str, range(first, last + 1))) + ".")
@@ -268,9 +272,11 @@ class _Writer:
         self.talk.say("JSON", before + question.format(name, ", ".join(keys)), answer)
 
     def call(self) -> None:
+        """Let a known tool be called."""
         self._use([tool for tool in self.talk.tools if tool in TOOLS])
 
     def made_up_call(self) -> None:
+        """Let a made-up tool be called."""
         self._use([tool for tool in self.talk.tools if tool not in TOOLS])
 
     def _use(self, tools: Sequence[Tool]) -> None:
@@ -278,34 +284,35 @@ class _Writer:
         if any(tool in TOOLS for tool in tools) and self.rng.random() < 0.1:
             tool = self.rng.choice(TOOLS)
             if tool.name not in [each.name for each in self.talk.tools]:
-                self.talk.say("choice of tools", tool.use(self.words)[0], "I have no tool for that.")
+                self.talk.say("choice of tools", tool.use(self.words).question, "I have no tool for that.")
                 return
         tool = self.rng.choice(tools)
-        question, arguments, result, answer = tool.use(self.words)
-        function = {"name": tool.name, "arguments": json.dumps(arguments)}
+        use = tool.use(self.words)
+        function = {"name": tool.name, "arguments": json.dumps(use.arguments)}
         call = {"type": "function", "id": f"call_{len(self.talk.messages)}", "function": function}
         self.talk.messages += [
-            {"role": "user", "content": question},
+            {"role": "user", "content": use.question},
             {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": call["id"], "content": result},
+            {"role": "tool", "tool_call_id": call["id"], "content": use.result},
         ]
         self.talk.tasks.append("calls of tools" if tool in TOOLS else "calls of made-up tools")
-        self.talk.answer("answers from results", answer)
+        self.talk.answer("answers from results", use.answer)
 
 
-TASKS = {
-    "small_talk": 1.0,
-    "who": 0.7,
-    "mine_said": 1.5,
-    "fact": 2.0,
-    "who_has": 0.7,
-    "sum": 1.5,
-    "count": 1.0,
-    "repeat": 1.0,
-    "json_of_words": 1.5,
-    "json_of_facts": 1.5,
-    "call": 2.5,
-    "made_up_call": 1.5,
+Task = Callable[[Writer], None]
+TASKS: dict[Task, float] = {
+    Writer.small_talk: 1.0,
+    Writer.who: 0.7,
+    Writer.mine_said: 1.5,
+    Writer.fact: 2.0,
+    Writer.who_has: 0.7,
+    Writer.sum: 1.5,
+    Writer.count: 1.0,
+    Writer.repeat: 1.0,
+    Writer.json_of_words: 1.5,
+    Writer.json_of_facts: 1.5,
+    Writer.call: 2.5,
+    Writer.made_up_call: 1.5,
 }
 
 
@@ -317,6 +324,6 @@ def conversations(words: Words, size: float) -> Iterator[Conversation]:
     """
     while True:
         tasks = words.rng.choices(list(TASKS), list(TASKS.values()), k=3)
-        talk = _Writer(words, size).write(tasks, words.rng.randint(1, 1 + round(2 * size)))
+        talk = Writer(words, size).write(tasks, words.rng.randint(1, 1 + round(2 * size)))
         if talk.tasks:
             yield talk

@@ -9,17 +9,22 @@ from words import SKIES, Words
 Message = dict[str, Any]
 
 
-class Tool(NamedTuple):
-    """A function with its description, its parameters' types and its use.
+class Use(NamedTuple):
+    """A use of a tool: a user's question, the call's arguments, its result and the answer."""
 
-    Attributes:
-        use: Function of the words that returns a question, the call's arguments, the result and the answer to it.
-    """
+    question: str
+    arguments: Mapping[str, Any]
+    result: str
+    answer: str
+
+
+class Tool(NamedTuple):
+    """A function with its description, its parameters' types in JSON, and draws of its uses."""
 
     name: str
     description: str
     parameters: Mapping[str, str]
-    use: Callable[[Words], tuple[str, Mapping[str, Any], str, str]]
+    use: Callable[[Words], Use]
 
     def schema(self) -> Message:
         """Return the tool as requests have it."""
@@ -31,25 +36,25 @@ class Tool(NamedTuple):
         }
 
 
-def _weather(words: Words) -> tuple[str, Mapping[str, Any], str, str]:
+def _weather(words: Words) -> Use:
     city, sky, degrees = words.city(), words.rng.choice(SKIES), words.rng.randrange(40)
     question = words.rng.choice(
         ("What is the weather in {}?", "How is the weather in {}?", "What's the weather like in {}?", "Weather in {}?")
     )
     result = json.dumps({"sky": sky, "degrees": degrees})
-    return question.format(city), {"city": city}, result, f"It is {degrees} degrees in {city}, with {sky}."
+    return Use(question.format(city), {"city": city}, result, f"It is {degrees} degrees in {city}, with {sky}.")
 
 
-def _time(words: Words) -> tuple[str, Mapping[str, Any], str, str]:
+def _time(words: Words) -> Use:
     city, time = words.city(), f"{words.rng.randrange(10, 24)}:{words.rng.randrange(10, 60)}"
     question = words.rng.choice(("What time is it in {}?", "Tell me the time in {}.", "How late is it in {}?"))
-    return question.format(city), {"city": city}, json.dumps({"time": time}), f"It is {time} in {city}."
+    return Use(question.format(city), {"city": city}, json.dumps({"time": time}), f"It is {time} in {city}.")
 
 
-def _add(words: Words) -> tuple[str, Mapping[str, Any], str, str]:
+def _add(words: Words) -> Use:
     first, second = (words.rng.choice((words.small, words.code))() for _ in range(2))
     question = words.rng.choice(("What is {} + {}?", "Add {} and {}.", "Please add {} and {}."))
-    return (
+    return Use(
         question.format(first, second),
         {"a": first, "b": second},
         str(first + second),
@@ -57,10 +62,10 @@ def _add(words: Words) -> tuple[str, Mapping[str, Any], str, str]:
     )
 
 
-def _multiply(words: Words) -> tuple[str, Mapping[str, Any], str, str]:
+def _multiply(words: Words) -> Use:
     first, second = words.small(), words.small()
     question = words.rng.choice(("What is {} times {}?", "Multiply {} by {}.", "What is {} * {}?"))
-    return (
+    return Use(
         question.format(first, second),
         {"a": first, "b": second},
         str(first * second),
@@ -68,10 +73,10 @@ def _multiply(words: Words) -> tuple[str, Mapping[str, Any], str, str]:
     )
 
 
-def _timer(words: Words) -> tuple[str, Mapping[str, Any], str, str]:
+def _timer(words: Words) -> Use:
     minutes = words.small()
     question = words.rng.choice(("Set a timer for {} minutes.", "Please set a timer for {} minutes."))
-    return (
+    return Use(
         question.format(minutes),
         {"minutes": minutes},
         '{"status": "ok"}',
@@ -79,17 +84,19 @@ def _timer(words: Words) -> tuple[str, Mapping[str, Any], str, str]:
     )
 
 
-def _message(words: Words) -> tuple[str, Mapping[str, Any], str, str]:
+def _message(words: Words) -> Use:
     name = words.name()
     text = words.rng.choice(("I like {}", "we have {}", "please bring {}", "there is {}")).format(words.thing())
     question = words.rng.choice(("Tell {}: {}", "Send {} a message: {}", "Write to {}: {}")).format(name, text)
-    return question, {"to": name, "text": text}, '{"status": "ok"}', f"The message to {name} is sent."
+    return Use(question, {"to": name, "text": text}, '{"status": "ok"}', f"The message to {name} is sent.")
 
 
-def _phone(words: Words) -> tuple[str, Mapping[str, Any], str, str]:
+def _phone(words: Words) -> Use:
     name, number = words.name(), words.code()
     question = words.rng.choice(("What is the number of {}?", "Find the number of {}.", "How do I call {}?"))
-    return question.format(name), {"name": name}, json.dumps({"number": number}), f"The number of {name} is {number}."
+    return Use(
+        question.format(name), {"name": name}, json.dumps({"number": number}), f"The number of {name} is {number}."
+    )
 
 
 def made_up(words: Words) -> Tool:
@@ -98,11 +105,11 @@ def made_up(words: Words) -> Tool:
     values = [words.rng.choice((words.name, words.city, words.thing, words.small, words.code))() for _ in keys]
     arguments = dict(zip(keys, values, strict=True))
 
-    def use(words: Words) -> tuple[str, Mapping[str, Any], str, str]:
+    def use(words: Words) -> Use:
         verb = words.rng.choice(("Use", "Call", "Please call"))
         question = f"{verb} {name} with {' and '.join(f'{key} {value}' for key, value in arguments.items())}."
         result = words.rng.choice((words.thing, words.small, words.name))()
-        return question, arguments, json.dumps({"result": result}), f"The result of {name} is {result}."
+        return Use(question, arguments, json.dumps({"result": result}), f"The result of {name} is {result}.")
 
     description = f"{name.replace('_', ' ').capitalize()}."
     kinds = {key: "string" if isinstance(value, str) else "integer" for key, value in arguments.items()}

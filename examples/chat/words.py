@@ -2,7 +2,6 @@
 
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 _LISTS: dict[str, list[str]] = json.loads(Path(__file__).with_suffix(".json").read_text())
@@ -40,14 +39,13 @@ class Words:
 
     def names(self, number: int) -> list[str]:
         """Return different names."""
-        return self._different(self.name, number)
+        found: dict[str, None] = {}
+        while len(found) < number:
+            found[self.name()] = None
+        return list(found)
 
     def city(self) -> str:
         return self._known_or_new(self._cities)
-
-    def cities(self, number: int) -> list[str]:
-        """Return different cities."""
-        return self._different(self.city, number)
 
     def thing(self) -> str:
         return self.rng.choice(THINGS)
@@ -93,12 +91,6 @@ class Words:
             verb, noun = self.rng.randrange(len(VERBS)), self.rng.randrange(len(NOUNS))
             if ((verb + noun) % 5 == 2) is self.held_out:
                 return f"{VERBS[verb]}_{NOUNS[noun]}"
-
-    def _different(self, draw: Callable[[], str], number: int) -> list[str]:
-        found: dict[str, None] = {}
-        while len(found) < number:
-            found[draw()] = None
-        return list(found)
 
     def _known_or_new(self, known: list[str]) -> str:
         """Return a known word, or, in most draws of training, one that is made of syllables."""
