@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,22 +46,30 @@ def command(device: str) -> list[str]:
 
 @contextmanager
 def serving(argv: Sequence[str]) -> Iterator[str]:
-    """Run a command that serves a model; yield the server's address once it answers."""
+    """Run a command that serves a model; yield the server's address once it answers.
+
+    Raises:
+        RuntimeError: The command has ended; with what it wrote last.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with (
+        tempfile.TemporaryFile("w+") as errors,  # torchrun writes a traceback when it is told to end
+        subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process,
+    ):
         try:
             assert process.stdout is not None
             lines = (line.split() for line in process.stdout)
             address = next((words[2] for words in lines if words[:2] == ["serving", "on"]), None)
             if address is None:
-                raise RuntimeError("the server has not started")
+                errors.seek(0)
+                raise RuntimeError(f"the server has not started:\n{errors.read()[-3000:]}")
             yield address
         finally:
             process.terminate()
 
 
 class Talk:
-    """A conversation, printed as it goes.
+    """A conversation with a tool for the weather, printed as it goes.
 
     Args:
         url: Address of the server.
@@ -79,7 +88,7 @@ class Talk:
     def answer(self, **fields: Any) -> Any:
         """Return the model's answer, a message of the openai package, after adding and printing it."""
         completion = self._client.chat.completions.create(
-            model=self._model, messages=self._messages, temperature=0, **fields
+            model=self._model, messages=self._messages, tools=[WEATHER], temperature=0, **fields
         )
         message = completion.choices[0].message
         self._messages.append(message)
@@ -96,15 +105,15 @@ def converse(url: str) -> list[str]:
     talk.add("system", SYSTEM)
     for question in ("Who are you?", "Where does Mia live?"):
         talk.add("user", question)
-        answers.append(talk.answer(tools=[WEATHER]).content)
+        answers.append(talk.answer().content)
     talk.add("user", "What is the weather in Tokyo?")
-    for call in talk.answer(tools=[WEATHER]).tool_calls or []:
+    for call in talk.answer().tool_calls or []:
         answers.append(call.function.arguments)
         talk.add("tool", json.dumps(get_weather(**json.loads(call.function.arguments))), tool_call_id=call.id)
-    answers.append(talk.answer(tools=[WEATHER]).content)
+    answers.append(talk.answer().content)
     talk.add("user", "Describe Mia as JSON with name, city, code.")
     schema = {"name": "person", "schema": PERSON, "strict": True}
-    answers.append(talk.answer(tools=[WEATHER], response_format={"type": "json_schema", "json_schema": schema}).content)
+    answers.append(talk.answer(response_format={"type": "json_schema", "json_schema": schema}).content)
     return answers
 
 
