@@ -262,7 +262,6 @@ def save(training: Training, folder: Path, options: dict[str, Any], num_conversa
             for name, held_out in (("words of training", False), ("held out", True))
         },
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "bytes": sum(file.stat().st_size for file in folder.iterdir()),
         "training": training.summary(),
         "options": options,
         "torch": torch.__version__,
