@@ -54,10 +54,12 @@ def generate(prompts: list[list[int]], tp: int, dcp_size: int) -> list[list[int]
     dcp = dcp_config(tp, dcp_size, 1, context_workspace_tokens=256)
     model, mesh = load_on_rank(MODEL, dcp)
     longest = max(map(len, prompts)) + 24
-    engine = new_engine(model, poisoned_cache(model, dcp, [longest] * len(prompts)), dcp, mesh, longest, 64)
+    engine = new_engine(
+        model, poisoned_cache(model, dcp, [longest] * len(prompts)), dcp, mesh, longest, 64, len(prompts)
+    )
     for prompt in prompts:
         engine.add(prompt, SamplingParams(max_new_tokens=24))
-    return [request.token_ids for request in engine.run()]
+    return [request.token_ids for request in sorted(engine.run(), key=lambda request: request.request_id)]
 
 
 def test_ranks_answer_as_transformers() -> None:
