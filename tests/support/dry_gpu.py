@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -188,8 +189,20 @@ class _Stream:
         return lambda *_, **__: results.get(name)
 
 
+class _SameThread(contextlib.nullcontext[Any]):
+    """An executor without threads, which would have no paper."""
+
+    def __enter__(self) -> "_SameThread":
+        return self
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        future = Future[Any]()
+        future.set_result(function(*args))
+        return future
+
+
 class Launches:
-    """The kernels that were launched, and the variants of each that Triton would compile.
+    """The kernels that were launched, not only compiled, and the variants of each that Triton would compile.
 
     Attributes:
         keys: Variants by the kernel's name: of each parameter its type and what Triton specializes it for.
@@ -198,12 +211,15 @@ class Launches:
     def __init__(self) -> None:
         self.keys: dict[str, set[Key]] = defaultdict(set)
 
-    def record(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        """Take a launch's place (`JITFunction.run`)."""
+    def record(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> tuple[str, Key]:
+        """Take the place of a launch or compilation (`JITFunction.run`); return the kernel's variant."""
         values = dict(zip((parameter.name for parameter in kernel.params), args, strict=False)) | options
         names = {parameter.name: parameter for parameter in kernel.params}
         key = tuple((name, str(_specialized(names.get(name), value))) for name, value in sorted(values.items()))
-        self.keys[f"{kernel.fn.__module__}.{kernel.fn.__name__}"].add(key)
+        name = f"{kernel.fn.__module__}.{kernel.fn.__name__}"
+        if not warmup:
+            self.keys[name].add(key)
+        return name, key
 
     def copy(self) -> dict[str, set[Key]]:
         """Return the variants so far."""
@@ -263,6 +279,7 @@ def _stand_ins(num_ranks: int) -> dict[Any, dict[str, Any]]:
     """Return what takes the place of a GPU's driver, by the modules or classes that have it."""
     import dcpmla.attention.triton.device as device
     import dcpmla.comm.select as select
+    import dcpmla.model.moe as moe
     import dcpmla.runtime.capture as capture
 
     class HostGenerator(torch.Generator):
@@ -302,6 +319,7 @@ def _stand_ins(num_ranks: int) -> dict[Any, dict[str, Any]]:
         dist: {"get_backend": lambda _=None: "gloo"},
         select: {"reach": lambda *_: ""},
         device: {"max_shared_mem": lambda _: _SHARED_MEMORY},
+        moe: {"ThreadPoolExecutor": _SameThread},
         capture: {"_alias": lambda tensor: tensor},
     }
 
