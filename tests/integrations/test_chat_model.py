@@ -57,9 +57,9 @@ def generate(prompts: list[list[int]], tp: int, dcp_size: int) -> list[list[int]
     engine = new_engine(
         model, poisoned_cache(model, dcp, [longest] * len(prompts)), dcp, mesh, longest, 64, len(prompts)
     )
-    for prompt in prompts:
-        engine.add(prompt, SamplingParams(max_new_tokens=24))
-    return [request.token_ids for request in sorted(engine.run(), key=lambda request: request.request_id)]
+    requests = [engine.add(prompt, SamplingParams(max_new_tokens=24)) for prompt in prompts]
+    assert len([*engine.run()]) == len(prompts)
+    return [request.token_ids for request in requests]
 
 
 def test_ranks_answer_as_transformers() -> None:
