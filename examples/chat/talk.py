@@ -22,7 +22,7 @@ NUM_RANKS = 2
 SYSTEM = "You are Ada. Mia lives in Tokyo. The code of Mia is 418."
 PROPERTIES = {"name": {"type": "string"}, "city": {"type": "string"}, "code": {"type": "integer"}}
 PERSON = {"type": "object", "properties": PROPERTIES, "required": list(PROPERTIES), "additionalProperties": False}
-WEATHER = {
+WEATHER: Any = {
     "type": "function",
     "function": {
         "name": "get_weather",
@@ -90,7 +90,7 @@ class Talk:
         completion = self._client.chat.completions.create(
             model=self._model, messages=self._messages, tools=[WEATHER], temperature=0, **fields
         )
-        message = completion.choices[0].message
+        message: Any = completion.choices[0].message
         self._messages.append(message)
         for call in message.tool_calls or []:
             print(f"{'assistant':>9}: calls {call.function.name}({call.function.arguments})", flush=True)

@@ -111,7 +111,7 @@ def once(folder: Path, fill: Callable[[Path], None]) -> Path:
 
 def install(folder: Path, requirement: str) -> None:
     """Make a folder an environment of its own, with a package and all that it requires."""
-    venv.create(folder, with_pip=True)
+    venv.create(folder)
     pip("--python", folder / "bin" / "python", "install", requirement)
 
 
