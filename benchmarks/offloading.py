@@ -26,7 +26,7 @@ from dcpmla.planning.capacity import block_of
 from dcpmla.planning.weights import ModelSize
 
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
-_GEOMETRIES = ("deepseek-v3", "tiny")  # tiny: for CPUs
+_GEOMETRIES = ("deepseek-v3", "v2-lite", "tiny")  # tiny: for CPUs
 _OPTIONS = ("max_num_batched_tokens", "max_num_seqs", "enforce_eager")
 _TIERS = ("kv_offloading_size", "kv_offloading_path", "kv_offloading_disk_size")
 
@@ -58,7 +58,7 @@ def model_config(args: argparse.Namespace, max_model_len: int) -> Any:
     if args.experts is not None:
         sizes["n_routed_experts"] = args.experts
     config = config_of(args.geometry, **sizes)
-    if args.geometry != "tiny":
+    if args.geometry == "deepseek-v3":
         config.quantization_config = _FP8
     return config
 
@@ -66,7 +66,7 @@ def model_config(args: argparse.Namespace, max_model_len: int) -> Any:
 def published_model(args: argparse.Namespace) -> ModelSize:
     """Return the sizes of the model with all its layers."""
     config = config_of(args.geometry, dtype="bfloat16")
-    if args.geometry != "tiny":
+    if args.geometry == "deepseek-v3":
         config.quantization_config = _FP8
     return read_model(config)
 

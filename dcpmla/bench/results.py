@@ -39,7 +39,7 @@ FIELDS = _NAMES.split()
 OPTIONS = (  # options of engine and load, which rows have by their own names
     *("cp_kv_cache_interleave_size", "dcp_q_replicate", "dcp_project_before_merge", "index_hadamard", "enforce_eager"),
     *("enable_expert_parallel", "enable_prefix_caching", "max_num_batched_tokens", "max_num_seqs", "num_requests"),
-    *("deterministic", "kv_offloading_size", "kv_offloading_disk_size"),
+    *("deterministic", "kv_offloading_size", "kv_offloading_disk_size", "max_prefill_ms"),
     *("input_len", "input_lens", "output_len", "output_lens", "seed", "speculative_method", "num_speculative_tokens"),
 )
 

@@ -1,14 +1,15 @@
 """Predicted steps with pieces of prompts, cut and padded as the engine does it, and the waits that follow from them."""
 
 from dataclasses import asdict, dataclass
+from math import inf
 
 from dcpmla.cli.output import Section, align
 from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.mixed import MixedSteps
 from dcpmla.planning.prefill import PrefillCosts
 from dcpmla.planning.words import ms
-from dcpmla.runtime.costs import piece_tokens
 from dcpmla.runtime.graph_sizes import GraphSize, find_size, token_sizes
+from dcpmla.runtime.pieces import PieceSizes, Room
 
 _SIZES = (64, 512, 2048)  # pieces whose steps are printed, and one of a whole step
 
@@ -76,6 +77,7 @@ class PromptPlan:
         self._query_len = setting.query_len
         self._decode_us = deployment.step_us(share, context)["total"]
         self.costs = PrefillCosts(deployment, max_num_batched_tokens)
+        self._sizes = PieceSizes(self.costs, max_num_batched_tokens)
         self._steps = {load: MixedSteps(self.costs, load, context) for load in self.loads}
         block = deployment.block()
         least = max(self.costs.least_state_tokens, block.block_tokens) if block.num_states else None
@@ -101,11 +103,11 @@ class PromptPlan:
 
     def pieces(self, num_tokens: int, num_decodes: int) -> list[tuple[int, int]]:
         """Return the pieces (new tokens, tokens before them) that the scheduler cuts a prompt into."""
-        pieces, done, room = list[tuple[int, int]](), 0, self._limit - num_decodes * self._query_len
+        pieces, done, num_decoded = list[tuple[int, int]](), 0, num_decodes * self._query_len
+        limit_us = self.costs.max_prefill_us if num_decodes else inf
+        room = Room(num_decoded, self._limit - num_decoded, limit_us, is_first=True)
         while done < num_tokens:
-            new = min(num_tokens - done, room)
-            if num_decodes:
-                new = piece_tokens(self.costs, done, new, self.costs.max_prefill_us)
+            new = self._sizes.choose(done, num_tokens - done, room)
             pieces.append((new, done))
             done += new
         return pieces

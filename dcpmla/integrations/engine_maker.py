@@ -19,6 +19,7 @@ from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.model_size import read_model
 from dcpmla.integrations.open_model import ModelFiles
 from dcpmla.integrations.sharded_model import ShardedModel
+from dcpmla.integrations.shortened import shortened
 from dcpmla.integrations.speculation import make_drafter, mtp_graphs
 from dcpmla.parallel.collectives import gather_values
 from dcpmla.planning.deployment import Deployment
@@ -39,7 +40,7 @@ Graphs = Sequence[StepGraph | None]
 
 
 class EngineMaker:
-    """What the engines of a model have in common.
+    """The parts that all engines of a model have in common.
 
     Args:
         num_running: Limit of requests that run at the same time.
@@ -47,9 +48,6 @@ class EngineMaker:
     Attributes:
         makers: Makers of the graphs.
         costs: Modelled time of pieces of prompts.
-        is_captured: Whether steps are captured as CUDA graphs.
-        needs_warm_up: Whether kernels are compiled before the first request; not where the first prompt sets the
-            scales.
     """
 
     def __init__(
@@ -65,9 +63,16 @@ class EngineMaker:
         self._num_running, self._mesh = num_running, model.placement.mesh
         self.costs = _piece_costs(files.config, dcp, options)
         self.makers = _graph_makers(model, options, num_running, files.max_model_len, self.costs.tokens_per_request)
-        is_on_gpu = model.device.type == "cuda"
-        self.is_captured = is_on_gpu and not options.enforce_eager
-        self.needs_warm_up = is_on_gpu and not dcp.calculate_kv_scales
+
+    @property
+    def is_captured(self) -> bool:
+        """Return whether steps are captured as CUDA graphs."""
+        return self._model.device.type == "cuda" and not self._options.enforce_eager
+
+    @property
+    def needs_warm_up(self) -> bool:
+        """Return whether kernels are compiled before the first request; not where the first prompt sets the scales."""
+        return self._model.device.type == "cuda" and not self._dcp.calculate_kv_scales
 
     def capture(self, cache: Cache) -> Graphs:
         """Return the graphs over a cache, captured if they can be. Collective over the TP group."""
@@ -123,7 +128,7 @@ class EngineMaker:
             made: list[StepGraph] = [maker.make(cache, self._files.max_model_len) for maker in self.makers]
             graphs: Graphs = made if self.is_captured else [None, None, *made[2:]]
             engine = self.engine(plan, cache, graphs, None, HostTier())
-            with model.shortened():
+            with shortened(model):
                 return rehearse(engine, filter(None, graphs), launched)
 
 

@@ -26,7 +26,7 @@ class EngineOptions:
         max_num_seqs: Limit of requests that run at the same time.
         max_prefill_ms: Limit in milliseconds, by the planner's model, for pieces of prompts in a step in which requests
             decode; None for the time of max_num_batched_tokens tokens without a context, and more where reading the
-            context again would take over a sixteenth of it.
+            context and the piece again would take over a twelfth of it.
         kv_cache_memory_bytes: Size of the cache on each rank; by default the free memory after loading, less a step's
             largest activations and decode graphs.
         gpu_memory_utilization: Share of a device's memory to use, in (0, 1]; on CPUs, share of the host's free memory,

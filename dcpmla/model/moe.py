@@ -146,12 +146,15 @@ def load_experts(
     """
     gate_up, down = (_Stack(len(parts), device) for _ in range(2))
 
+    is_inference = torch.is_inference_mode_enabled()  # a thread's own state
+
     def read(index: int, part: MLPPart) -> None:
-        matrices = read_expert(weights, part, hidden_size, dtype)
-        if expert_dtype == "fp8":
-            matrices = tuple(_as_fp8(matrix, part.prefix, device) for matrix in matrices)
-        gate_up.put(index, *matrices[:2])
-        down.put(index, matrices[2])
+        with torch.inference_mode(is_inference):
+            matrices = read_expert(weights, part, hidden_size, dtype)
+            if expert_dtype == "fp8":
+                matrices = tuple(_as_fp8(matrix, part.prefix, device) for matrix in matrices)
+            gate_up.put(index, *matrices[:2])
+            down.put(index, matrices[2])
 
     read(0, parts[0])  # it shows the sizes
     with ThreadPoolExecutor(_READERS) as threads:

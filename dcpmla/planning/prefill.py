@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from math import inf
 
 from dcpmla.attention.costs import Rates
 from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.machine import H200X8, Machine
 
-_MAX_LOSS = 1 / 16
+_MAX_LOSS = 1 / 12  # by a replay of loads (docs/planning.md): less lengthens steps more than it adds tokens a second
+_MAX_STATE_SHARE = 1 / 16
 _LARGE_STEP = 1 << 20  # tokens of a step in which every product takes longer than reading its weights
 _APART = dict.fromkeys(("embed_tokens", "lm_head", "kv_b_proj"), 0)  # parameters that `token_us` leaves out
 _SHORT_US = 1000.0  # a step that is too short for its prompt to be noticeably later
@@ -25,14 +25,15 @@ class PrefillCosts:
         deployment: Model, and the machine that it runs on.
         max_num_batched_tokens: Limit of a step's tokens.
         max_prefill_ms: Limit in milliseconds for the pieces of a step in which requests decode; None for the time of
-            max_num_batched_tokens tokens without a context, and more where reading contexts again
-            would take over a sixteenth of it.
+            max_num_batched_tokens tokens without a context, and more where reading the context and the piece again
+            would take over a twelfth of it.
 
     Attributes:
         deployment: Model, and the machine that it runs on.
         tokens_per_request: Width of the pieces that absorbed attention cuts requests into.
         max_prefill_us: Limit for the pieces of a step in which requests decode, in microseconds.
-        max_loss: Share of a piece's time that reading its context again may take (`PieceCosts.max_loss`).
+        is_strict: Whether max_prefill_ms is set (`PieceCosts.is_strict`).
+        max_loss: Share of a useful piece's time that reading its context and its tokens again may take.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class PrefillCosts:
         self.tokens_per_request = self._attention.tokens_per_request
         limit_us = self.piece_us(max_num_batched_tokens, 0) if max_prefill_ms is None else 1e3 * max_prefill_ms
         self.max_prefill_us = limit_us
-        self.max_loss = _MAX_LOSS if max_prefill_ms is None else inf
+        self.is_strict, self.max_loss = max_prefill_ms is not None, _MAX_LOSS
 
     def piece_us(self, new: int, context: int) -> float:
         """Return the microseconds that a piece of so many new tokens adds to a step, after so many tokens before it.
@@ -63,7 +64,7 @@ class PrefillCosts:
 
         def pays(num_tokens: int) -> bool:
             added_us = self.deployment.products_us(num_tokens, _APART) - num_tokens * self._token_us
-            return added_us < max(_MAX_LOSS * self.piece_us(num_tokens, 0), _SHORT_US)
+            return added_us < max(_MAX_STATE_SHARE * self.piece_us(num_tokens, 0), _SHORT_US)
 
         sizes = [1 << exponent for exponent in range(_LARGE_STEP.bit_length())]
         return next((size for size in sizes if pays(size)), _LARGE_STEP)

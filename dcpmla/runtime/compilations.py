@@ -57,9 +57,12 @@ def rehearsal(rank: int, num_ranks: int, meet: Callable[[], object]) -> Iterator
 
     with _SharedCompiler(rank, num_ranks) as threads, Mode(threads, ignore_errors=True):
         try:
-            of_torch = patch.multiple(torch, empty=_zeroed(torch.empty), empty_like=_zeroed(torch.empty_like))
-            of_tensor = patch.object(Tensor, "new_empty", _zeroed(Tensor.new_empty))
-            with patch.object(JITFunction, "run", compile_only), of_torch, of_tensor:
+            with (
+                patch("triton.runtime.jit.JITFunction.run", compile_only),
+                patch("torch.empty", _zeroed(torch.empty)),
+                patch("torch.empty_like", _zeroed(torch.empty_like)),
+                patch("torch.Tensor.new_empty", _zeroed(Tensor.new_empty)),
+            ):
                 yield asked
             threads.finish_own()
             meet()

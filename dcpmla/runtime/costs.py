@@ -1,10 +1,7 @@
 """Cost of pieces of prompts in a step, and of loading cached blocks instead, for the scheduler."""
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Protocol
-
-_LEAST_TOKENS = 64  # smallest piece, at any cost of its context, so that every step advances a prompt
 
 
 class PieceCosts(Protocol):
@@ -14,8 +11,8 @@ class PieceCosts(Protocol):
 
     Attributes:
         max_prefill_us: Most microseconds that pieces of prompts take in a step in which requests decode.
-        max_loss: Share of a piece's time that reading its context again may take. Where max_prefill_us leaves less time
-            than that, a step's first piece exceeds it; inf if it never may.
+        is_strict: Whether a step's first piece keeps to max_prefill_us even if it is too small to be useful.
+        max_loss: Share of a useful piece's time that reading its context and its tokens again may take (`PieceSizes`).
         tokens_per_request: Width of the pieces that absorbed attention cuts requests into
             (`RouteCosts.tokens_per_request`).
         least_state_tokens: Tokens of a prompt from which on a piece may end only so that its state is remembered.
@@ -23,6 +20,9 @@ class PieceCosts(Protocol):
 
     @property
     def max_prefill_us(self) -> float: ...
+
+    @property
+    def is_strict(self) -> bool: ...
 
     @property
     def max_loss(self) -> float: ...
@@ -56,6 +56,7 @@ class TokenCosts:
     """Cost model of equal tokens: only their number bounds a step, all pieces attend by MHA, and every load pays."""
 
     max_prefill_us = max_loss = float("inf")
+    is_strict = False
     tokens_per_request = least_state_tokens = 1
 
     def piece_us(self, new: int, context: int) -> float:
@@ -76,20 +77,3 @@ class TokenCosts:
 
 
 TOKEN_COSTS = TokenCosts()
-
-
-def piece_tokens(costs: PieceCosts, context: int, limit: int, room_us: float) -> int:
-    """Return the size of the next piece after a context: the new tokens, at most `limit`, that fit into room_us, but at
-    least _LEAST_TOKENS. A step's first piece gets more room where `PieceCosts.max_loss` asks for it.
-    """
-
-    def piece_us(new: int) -> float:
-        return costs.piece_us(new, context)
-
-    if limit <= _LEAST_TOKENS or piece_us(limit) <= room_us:
-        return limit
-    if room_us >= costs.max_prefill_us:
-        half = limit // 2
-        cut_us = piece_us(half) + costs.piece_us(limit - half, context + half) - piece_us(limit)
-        room_us = max(room_us, cut_us / costs.max_loss)
-    return max(bisect_right(range(1, limit + 1), room_us, key=piece_us), _LEAST_TOKENS)

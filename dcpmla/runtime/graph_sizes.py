@@ -88,9 +88,7 @@ def find_size(sizes: Sequence[GraphSize], num_tokens: int) -> GraphSize | None:
 
 
 def token_sizes(max_num_tokens: int, tokens_per_request: int, dcp: DCPConfig) -> dict[bool, list[int]]:
-    """Return the numbers of tokens, ascending, of steps of one graph (True), and of other steps.
-
-    Other steps have at most a third of padding from 128 tokens on.
+    """Return the numbers of tokens, ascending, of steps of one graph (True), and of other steps (`mixed_sizes`).
 
     Args:
         max_num_tokens: Limit of a step's tokens.
@@ -102,9 +100,14 @@ def token_sizes(max_num_tokens: int, tokens_per_request: int, dcp: DCPConfig) ->
     room = most_absorbed(tokens_per_request, dcp)
     most_whole = MAX_WHOLE_TOKENS if dcp.deterministic and room else room
     whole = [16, *range(32, 256, 32), *range(256, 512, 64), *range(512, 1024, 128)]
-    mixed = [64, *range(128, 512, 128), *range(512, 2048, 256), *range(2048, 4096, 512), *range(4096, 8192, 1024)]
     largest = min(max_num_tokens, MAX_WHOLE_TOKENS, most_whole)
-    return {True: _up_to(largest, whole), False: _up_to(min(max_num_tokens, MAX_TOKENS), mixed)}
+    return {True: _up_to(largest, whole), False: mixed_sizes(min(max_num_tokens, MAX_TOKENS))}
+
+
+def mixed_sizes(max_num_tokens: int) -> list[int]:
+    """Return the numbers of tokens, ascending, of steps with prompts. From 128 tokens on at most a third is padding."""
+    fine = *range(128, 512, 128), *range(512, 2048, 256), *range(2048, 4096, 512)
+    return _up_to(max_num_tokens, [64, *fine, *range(4096, max_num_tokens, 1024)])
 
 
 def most_absorbed(tokens_per_request: int, dcp: DCPConfig) -> int:

@@ -13,8 +13,9 @@ from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.tier import HostTier
 from dcpmla.fields import check_fields, option_label, whole
 from dcpmla.runtime.batch import Batch
-from dcpmla.runtime.costs import TOKEN_COSTS, LoadCosts, PieceCosts, piece_tokens
+from dcpmla.runtime.costs import TOKEN_COSTS, LoadCosts, PieceCosts
 from dcpmla.runtime.disk_offload import DiskReads, Readiness
+from dcpmla.runtime.pieces import PieceSizes, Room
 from dcpmla.runtime.progress import Loading
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.reuse import Found, PrefixReuse
@@ -82,6 +83,7 @@ class Scheduler:
         # The request that did not fit, and the numbers of free and remembered blocks at that time.
         self._refused: tuple[Request | None, int, int] = (None, 0, 0)
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
+        self._sizes = PieceSizes(costs, max_num_batched_tokens)
         self.max_absorbed_tokens = 0
 
     def schedule(self, now: float, num_drafts: int = 0, agreed_now: float = 0.0) -> Batch:
@@ -279,9 +281,14 @@ class Scheduler:
         self.waiting.extendleft(reversed(passed))
 
     def _add_piece(self, batch: Batch, request: Request) -> None:
-        """Add a piece of a prompt to a step, up to its room for tokens and time (`piece_tokens`)."""
-        context, limit = request.num_computed_tokens, min(self.reuse.longest_piece(request), batch.room(request))
-        num_tokens = self.reuse.cut_piece(request, piece_tokens(self.costs, context, limit, batch.room_us))
+        """Add a piece of a prompt to a step that has room. If it waits (`PieceSizes`), later prompts wait, too."""
+        context, is_first = request.num_computed_tokens, len(batch.pieces) == batch.num_absorbed
+        room = Room(batch.num_tokens, batch.room(request), batch.room_us, is_first)
+        num_tokens = self._sizes.choose(context, self.reuse.longest_piece(request), room)
+        if not num_tokens:
+            batch.room_us = 0.0
+            return
+        num_tokens = self.reuse.cut_piece(request, num_tokens)
         batch.add(request, num_tokens)
         batch.room_us -= self.costs.piece_us(num_tokens, context)
 

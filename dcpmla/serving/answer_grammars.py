@@ -13,7 +13,7 @@ from dcpmla.serving.errors import ApiError
 from dcpmla.serving.prompts import Prompt
 from dcpmla.serving.shown import Json
 from dcpmla.serving.structured import GrammarChecks, check_support
-from dcpmla.serving.tools import ToolUse
+from dcpmla.serving.tools import ToolUse, by_path
 
 _CONTENTS = ("json_object", "json_schema", "choice")  # kinds of grammars that calls or reasoning may come before
 # A schema may have keywords of other types.
@@ -133,9 +133,9 @@ class AnswerGrammars:
 
 def _functions(use: ToolUse) -> Iterator[tuple[str, Json]]:
     """Yield the functions that may be called, each after the path of its schema."""
-    for number, tool in zip(use.numbers or range(len(use.tools)), use.tools, strict=True):
+    for path, tool in zip(use.paths or by_path(use.tools), use.tools, strict=True):
         if not use.required or tool["function"]["name"] in use.required:
-            yield f"tools.{number}.{use.schema_field}", tool["function"]
+            yield f"{path}.{use.schema_field}", tool["function"]
 
 
 def _content(writer: GrammarWriter, grammar: Grammar) -> str:

@@ -3,13 +3,16 @@
 Source: Anthropic's API reference of messages.
 """
 
+from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from dcpmla.fields import Rule, whole
 from dcpmla.runtime.grammar import Grammar
+from dcpmla.serving.chat.values import dumps
 from dcpmla.serving.chat_body import ChatRequest, Effort
 from dcpmla.serving.conversation import MAX_MESSAGES, Conversation, History, reasoning_part, text_in, tool_call
 from dcpmla.serving.engine_limits import LIMITS, MAX_TOKENS
@@ -18,11 +21,13 @@ from dcpmla.serving.refused import Fields, OpenFields, check_fields_of_body
 from dcpmla.serving.sampling_fields import Ruled, SamplingFields, takes
 from dcpmla.serving.shown import Json
 from dcpmla.serving.structured import grammar_of_format
-from dcpmla.serving.tools import Tools, ToolUse, chosen, tool_use
+from dcpmla.serving.tools import Tools, ToolUse, by_path, chosen, tool_use
 
 # Values that change nothing, by field.
 _REFUSED: dict[str, tuple[object, ...]] = {"container": (), "mcp_servers": ([],), "prefill": ()}
 _KEPT_THINKING = "clear_thinking_"  # Which reasoning a prompt keeps, the chat template decides.
+_SERVER_SEARCH = "tool_search_tool_"  # begins the types of tools by which the provider's server finds deferred tools
+_SIGNED = "text:"  # begins signatures that have a text
 _BILLING = "x-anthropic-billing-header:"
 
 _STOPS = Rule(LIMITS["stop"].words, lambda value: isinstance(value, list) and LIMITS["stop"].holds(tuple(value)))
@@ -44,7 +49,7 @@ class _ToolChoice(Fields):
 class _Thinking(Fields):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=1)
-    display: Literal["summarized", "omitted"] | None = None
+    display: Annotated[str, StringConstraints(max_length=32)] | None = None  # "omitted" alone has an effect
 
 
 class _OutputConfig(OpenFields):
@@ -75,10 +80,11 @@ class CountBody(ChatRequest):
 
     def conversation(self) -> Conversation:
         history = History()
+        tools = {tool["name"]: tool for tool in self.tools or () if isinstance(tool.get("name"), str)}
         if self.system:
-            _add(history, _Message(role="system", content=self.system), "system")
+            _add(history, _Message(role="system", content=self.system), "system", tools)
         for number, message in enumerate(self.messages):
-            _add(history, message, f"messages.{number}.content")
+            _add(history, message, f"messages.{number}.content", tools)
         last = self.messages[-1].role == "assistant"
         if last and "tool_calls" in history.messages[-1]:
             raise ApiError(400, "the last message has tool_use without a tool_result after it", param="messages")
@@ -89,10 +95,11 @@ class CountBody(ChatRequest):
         return conversation
 
     def _tool_use(self) -> ToolUse:
-        tools = tool_use(self.tools, "input_schema", (None, "custom", "function"))
+        tools = tool_use(by_path(self.tools), "input_schema", (None, "custom", "function"))
         wanted = self.tool_choice or _ToolChoice(type="auto")
         choices: dict[str, str | Json] = {"any": "required", "tool": {"type": "function", "name": wanted.name}}
-        return chosen(tools, choices.get(wanted.type, wanted.type), not wanted.disable_parallel_tool_use)
+        use = chosen(tools, choices.get(wanted.type, wanted.type), not wanted.disable_parallel_tool_use)
+        return replace(use, deferred=_deferred(self.tools or ()))
 
     def _thinking(self) -> dict[str, Any]:
         """Return the conversation's fields of reasoning."""
@@ -135,11 +142,19 @@ def _keeps_thinking(edits: Any) -> bool:
     )
 
 
-def _add(history: History, message: _Message, path: str) -> None:
+def _deferred(tools: Sequence[Json]) -> frozenset[str]:
+    """Return the names of tools that are found by a search; none if the provider's server would search."""
+    if any(str(tool.get("type")).startswith(_SERVER_SEARCH) for tool in tools):
+        return frozenset()
+    return frozenset(str(tool.get("name")) for tool in tools if tool.get("defer_loading") is True)
+
+
+def _add(history: History, message: _Message, path: str, tools: Mapping[str, Json]) -> None:
     """Add a message to a history: results of tools become messages of their own.
 
     Args:
         path: Path of the content in the body.
+        tools: Tools of the body by their names, which results may refer to.
     """
     blocks = [{"type": "text", "text": message.content}] if isinstance(message.content, str) else message.content
     if message.role == "assistant":
@@ -153,10 +168,10 @@ def _add(history: History, message: _Message, path: str) -> None:
             if texts:
                 history.add({"role": "user", "content": "".join(texts)})
                 texts.clear()
-            content = _texts(block.get("content") or "", f"{place}.content")
+            content = _texts(block.get("content") or "", f"{place}.tool_result.content", tools)
             history.add({"role": "tool", "tool_call_id": text_in(block, "tool_use_id", place), "content": content})
         else:
-            text = _texts([block], place)
+            text = _text(block, place)
             if message.role == "user" or (text := _without_billing(text)):
                 texts.append(text)
     if texts:
@@ -175,7 +190,7 @@ def _part(block: Mapping[str, Any], path: str) -> Json:
     """Return the fields of a message that a block of an answer has."""
     match block.get("type"):
         case "thinking":
-            return reasoning_part(text_in(block, "thinking", path))
+            return reasoning_part(text_in(block, "thinking", path) or _signed_text(block.get("signature")))
         case "redacted_thinking":
             return {}
         case "tool_use":
@@ -184,20 +199,61 @@ def _part(block: Mapping[str, Any], path: str) -> Json:
                 raise wrong(f"{path}.input", "must be a JSON object")
             return {"tool_calls": [tool_call(text_in(block, "id", path), text_in(block, "name", path), values)]}
         case _:
-            return {"content": _texts([block], path)}
+            return {"content": _text(block, path)}
 
 
-def _texts(content: Any, path: str) -> str:
-    """Return the text of a content: a text or blocks of texts.
+def signature_of(reasoning: str) -> str:
+    """Return the signature of a reasoning that the client does not want to see, but sends back: its text."""
+    return _SIGNED + b64encode(reasoning.encode()).decode()
+
+
+def _signed_text(signature: Any) -> str:
+    """Return the text of a signature, empty for that of another server."""
+    if not isinstance(signature, str) or not signature.startswith(_SIGNED):
+        return ""
+    try:
+        return b64decode(signature.removeprefix(_SIGNED), validate=True).decode()
+    except ValueError:
+        return ""
+
+
+def _texts(content: Any, path: str, tools: Mapping[str, Json]) -> str:
+    """Return the text of a tool's result: a text, or blocks of texts and of references to tools that it has found.
 
     Raises:
-        ApiError: A block is no text.
+        ApiError: A block is of another type, or a reference leads to no tool.
     """
-    blocks: Sequence[Any] = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(blocks, list):
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
         raise wrong(path, "must be a text or a list of blocks")
-    for block in blocks:
-        kind = block.get("type") if isinstance(block, dict) else None
-        if kind != "text":
-            raise ApiError(400, f"{path}: blocks of type {kind!r} are not supported here; give texts", param=path)
-    return "".join(text_in(block, "text", path) for block in blocks)
+    texts = []
+    for number, block in enumerate(content):
+        place = f"{path}.{number}"
+        if isinstance(block, dict) and block.get("type") == "tool_reference":
+            name = text_in(block, "tool_name", place)
+            if name not in tools:
+                raise wrong(f"{place}.tool_name", f"is {name[:100]!r}, which tools does not have")
+            texts.append(_definition(tools[name]))
+        else:
+            texts.append(_text(block, place))
+    return "".join(texts)
+
+
+def _definition(tool: Json) -> str:
+    """Return the definition of a tool as a text. Claude Code describes it so to the model."""
+    fields = {"description": tool.get("description"), "name": tool["name"], "parameters": tool.get("input_schema")}
+    return f"<functions>\n<function>{dumps(fields)}</function>\n</functions>\n"
+
+
+def _text(block: Any, path: str) -> str:
+    """Return the text of a block.
+
+    Raises:
+        ApiError: It is no text. The message begins as that of Anthropic's API, by which Claude Code finds an image that
+            the model cannot read; it asks again without it.
+    """
+    kind = block.get("type") if isinstance(block, dict) else None
+    if kind != "text":
+        raise wrong(f"{path}.{kind!s:.64}", "is not supported here; give blocks of type text")
+    return text_in(block, "text", path)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from dcpmla.serving.anthropic_body import MessagesBody
+from dcpmla.serving.anthropic_body import MessagesBody, signature_of
 from dcpmla.serving.blocks import Block, BlockReply, Change
 from dcpmla.serving.chat.values import object_of
 from dcpmla.serving.errors import ApiError
@@ -63,6 +63,9 @@ class MessagesReply(BlockReply):
             },
         }
 
+    def _signature(self, reasoning: str) -> str:
+        return signature_of(reasoning) if self._omits_thinking else self.id
+
     def _events(self, change: Change, block: Block, text: str) -> Iterator[Json]:
         place = {"index": block.index}
         match change:
@@ -77,7 +80,7 @@ class MessagesReply(BlockReply):
                     yield {"type": "content_block_delta", **place, "delta": {"type": kind, name: text}}
             case "close":
                 if block.kind == "reasoning":
-                    signature = {"type": "signature_delta", "signature": self.id}
+                    signature = {"type": "signature_delta", "signature": self._signature(block.text)}
                     yield {"type": "content_block_delta", **place, "delta": signature}
                 yield {"type": "content_block_stop", **place}
 
@@ -89,7 +92,7 @@ class MessagesReply(BlockReply):
         match block.kind:
             case "reasoning":
                 thinking = "" if self._omits_thinking else text
-                return {"type": "thinking", "thinking": thinking, "signature": self.id}
+                return {"type": "thinking", "thinking": thinking, "signature": self._signature(text)}
             case "text":
                 return {"type": "text", "text": text}
             case "call":

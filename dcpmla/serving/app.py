@@ -141,8 +141,8 @@ class Api:
         """Return the number of tokens of a conversation of Anthropic's messages."""
         async with self._receiver.body(request, CountBody) as body:
             self._texts(body.model)
-            prompt = await under(request, self._chats.prompt(body.conversation()))
-        return JSONResponse({"input_tokens": len(prompt.token_ids)})
+            tokens = await under(request, self._chats.tokens(body.conversation()))
+        return JSONResponse({"input_tokens": len(tokens)})
 
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of a text, or of a conversation."""
@@ -155,7 +155,7 @@ class Api:
         texts, adds_special = self._texts(body.model), bool(body.add_special_tokens)
         if body.messages is None:
             return await texts.encode([body.prompt or ""], body.add_special_tokens is not False)
-        return (await self._chats.prompt(body.conversation_of(body.messages), adds_special)).token_ids
+        return await self._chats.tokens(body.conversation_of(body.messages), adds_special)
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of tokens."""

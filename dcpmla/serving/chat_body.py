@@ -13,7 +13,7 @@ from dcpmla.serving.errors import ApiError, wrong
 from dcpmla.serving.protocol import GenerationFields, RequestFields
 from dcpmla.serving.refused import OpenFields, check_fields_of_body
 from dcpmla.serving.sampling_fields import ruled
-from dcpmla.serving.tools import Tools, chosen, tool_use
+from dcpmla.serving.tools import Tools, by_path, chosen, tool_use
 
 Effort = Annotated[str, StringConstraints(min_length=1, max_length=32)]
 
@@ -63,7 +63,7 @@ class ChatFields(OpenFields):
         if self.add_generation_prompt and self.continue_final_message:
             raise wrong("continue_final_message", "and add_generation_prompt are both true; give one of the two")
         continues = bool(self.continue_final_message)
-        tools = tool_use(self.tools, "function.parameters")
+        tools = tool_use(by_path(self.tools), "function.parameters")
         conversation = Conversation(
             [message.for_template(number) for number, message in enumerate(messages)],
             chosen(tools, self.tool_choice, self.parallel_tool_calls),

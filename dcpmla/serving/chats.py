@@ -70,14 +70,26 @@ class Chats:
         Raises:
             ApiError: No template, a template that refuses the messages, a conversation that is too long.
         """
-        if conversation.tool_use.tools and self._call_format is None:
-            raise ApiError(400, "tools need --tool-call-parser: the model's format is unknown", param="tools")
-        self._template.check(conversation, self._texts.tokenizer)
-        pieces = (await self._rendered(conversation)).split(CUT)
+        pieces = await self._pieces(conversation)
         prompt, text = await self._texts.encoded(pieces, add_special_tokens, num_kept), "".join(pieces)
         in_reasoning = self._opens_reasoning(text, conversation.continue_final_message)
         may_reason = not in_reasoning and self._may_reason(text, conversation)
         return replace(prompt, in_reasoning=in_reasoning, may_reason=may_reason)
+
+    async def tokens(self, conversation: Conversation, add_special_tokens: bool = False) -> list[int]:
+        """Return the tokens of the prompt that `prompt` makes, also of one that is too long for the model.
+
+        Raises:
+            ApiError: No template, or a template that refuses the messages.
+        """
+        return await self._texts.encode(await self._pieces(conversation), add_special_tokens)
+
+    async def _pieces(self, conversation: Conversation) -> list[str]:
+        """Return a conversation's text in pieces, which have no token in common."""
+        if conversation.tool_use.tools and self._call_format is None:
+            raise ApiError(400, "tools need --tool-call-parser: the model's format is unknown", param="tools")
+        self._template.check(conversation, self._texts.tokenizer)
+        return (await self._rendered(conversation)).split(CUT)
 
     async def _rendered(self, conversation: Conversation) -> str:
         """Return a conversation's text, with cuts.

@@ -107,8 +107,7 @@ class Texts:
         longest = _CHARACTERS * self._model.max_model_len
         length = sum(map(len, pieces))
         if length > longest:
-            words = f"the prompt has {length:,} characters; at most {longest:,} are looked at"
-            raise ApiError(400, words, param="prompt", code="context_length_exceeded")
+            raise _too_long(f"{length} characters > {longest} maximum")
         token_ids: list[int] = await self._run("prompt", length, _encode, pieces, add_special_tokens)
         return token_ids
 
@@ -146,12 +145,20 @@ class Texts:
 
 def check_tokens(model: Started, token_ids: Sequence[int]) -> None:
     """Raise ApiError if the model cannot continue a prompt."""
+    longest = model.max_model_len - 1  # leaves room for a new token
+    if len(token_ids) > longest:
+        raise _too_long(f"{len(token_ids)} tokens > {longest} maximum with --max-model-len {model.max_model_len}")
     try:
         check_prompt("the prompt", token_ids, model.vocab_size, model.max_model_len)
     except ValueError as error:
-        is_long = len(token_ids) >= model.max_model_len
-        code = "context_length_exceeded" if is_long else None  # clients then shorten a prompt and ask again
-        raise ApiError(400, str(error), param="prompt", code=code) from error
+        raise ApiError(400, str(error), param="prompt") from error
+
+
+def _too_long(words: str) -> ApiError:
+    """Return the error of a prompt that is too long. Agents know it by its code or its words, which are those of
+    Anthropic's API, and then shorten the conversation.
+    """
+    return ApiError(400, f"prompt is too long: {words}", param="prompt", code="context_length_exceeded")
 
 
 def _encode(prepared: Prepared, pieces: Sequence[str], add_special_tokens: bool) -> list[int]:

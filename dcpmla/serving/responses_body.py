@@ -24,6 +24,7 @@ from dcpmla.serving.conversation import (
 from dcpmla.serving.engine_limits import MAX_TOKENS
 from dcpmla.serving.errors import ApiError, wrong
 from dcpmla.serving.refused import Fields, OpenFields, check_fields_of_body, refuse
+from dcpmla.serving.responses_tools import arguments_with, functions_of, shown_name
 from dcpmla.serving.sampling_fields import Ruled, SamplingFields, takes
 from dcpmla.serving.shown import Json
 from dcpmla.serving.structured import grammar_of_format
@@ -48,6 +49,8 @@ _INCLUDED = (
     "web_search_call.action.sources",
     "web_search_call.results",
 )
+_CALLS = {"function_call": "arguments", "custom_tool_call": "input"}  # the field of what a tool gets
+_RESULTS = ("function_call_output", "custom_tool_call_output")
 
 
 class ReasoningFields(OpenFields):
@@ -105,7 +108,10 @@ class ResponsesBody(ChatRequest):
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         messages: list[Json] = [{"role": "system", "content": self.instructions}] if self.instructions else []
         messages += messages_of(items)
-        use = chosen(tool_use(self.tools, "parameters"), self.tool_choice, self.parallel_tool_calls)
+        choice = self.tool_choice
+        if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
+            choice = {"type": "function", "name": shown_name(choice, "tool_choice")}
+        use = chosen(tool_use(functions_of(self.tools), "parameters"), choice, self.parallel_tool_calls)
         self.input = ""
         effort = None if self.reasoning is None else self.reasoning.effort
         thinking, level = thinking_of(effort)
@@ -121,11 +127,11 @@ def messages_of(items: Sequence[Mapping[str, Any]]) -> list[Json]:
     history = History()
     for number, item in enumerate(items):
         path, kind = f"input.{number}", item.get("type", "message")
-        if kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant"):
+        if kind in ("reasoning", *_CALLS) or (kind == "message" and item.get("role") == "assistant"):
             history.add_part(_part(kind, item, path))
         elif kind == "message":
             history.add({"role": text_in(item, "role", path), "content": _content(item, "content", path)})
-        elif kind == "function_call_output":
+        elif kind in _RESULTS:
             call_id = text_in(item, "call_id", path)
             history.add({"role": "tool", "tool_call_id": call_id, "content": _content(item, "output", path)})
         else:
@@ -142,8 +148,9 @@ def _part(kind: str, item: Mapping[str, Any], path: str) -> Json:
         if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
             raise wrong(path, "has content that is no list of texts")
         return reasoning_part("".join(text_in(part, "text", path) for part in parts))
-    fields = [text_in(item, name, path) for name in ("call_id", "name", "arguments")]
-    return {"tool_calls": [tool_call(*fields)]}
+    name, text = shown_name(item, path), text_in(item, _CALLS[kind], path)
+    arguments = text if kind == "function_call" else arguments_with(text)
+    return {"tool_calls": [tool_call(text_in(item, "call_id", path), name, arguments)]}
 
 
 def _content(item: Mapping[str, Any], name: str, path: str) -> str:

@@ -1,16 +1,17 @@
 """Answers in OpenAI's shape of responses, whole and as events."""
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 from dcpmla.serving.blocks import Block, BlockReply, Change
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.responses_body import ResponsesBody
+from dcpmla.serving.responses_tools import ClientTool, client_tools, input_of
 from dcpmla.serving.shown import Json
 
 _PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
-# Types of content, and names of events about a text.
-_PARTS = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
+_PARTS = {"reasoning": "reasoning_text", "text": "output_text"}  # types of content, and names of events about a text
 
 
 class ResponsesReply(BlockReply):
@@ -18,6 +19,14 @@ class ResponsesReply(BlockReply):
 
     body: ResponsesBody
     _number = 0  # of the next event
+
+    @cached_property
+    def _tools(self) -> dict[str, ClientTool]:
+        return client_tools(self.body.tools)
+
+    def _tool(self, block: Block) -> ClientTool:
+        """Return the tool that a call's function stands for."""
+        return self._tools.get(block.name) or ClientTool(block.name)
 
     def whole(self) -> Json:
         """Return the response."""
@@ -70,26 +79,43 @@ class ResponsesReply(BlockReply):
         return {"type": kind, "sequence_number": self._number - 1, **fields}
 
     def _events(self, change: Change, block: Block, text: str) -> Iterator[Json]:
-        is_call, name = block.kind == "call", _PARTS[block.kind]
-        item: Json = {"output_index": block.index, "item_id": self._item_id(block)}
-        if not is_call:
-            item["content_index"] = 0
+        if change == "open":
+            begun = self._item(block, "in_progress")
+            yield self._event("response.output_item.added", output_index=block.index, item=begun)
+        place = {"output_index": block.index, "item_id": self._item_id(block)}
+        if block.kind == "call":
+            yield from self._call_events(change, block, text, place)
+        else:
+            yield from self._text_events(change, block, text, {**place, "content_index": 0})
+        if change == "close":
+            done = self._item(block, self._status())
+            yield self._event("response.output_item.done", output_index=block.index, item=done)
+
+    def _text_events(self, change: Change, block: Block, text: str, place: Json) -> Iterator[Json]:
+        """Yield the events of a change of a reasoning or text, between those of its item."""
+        name = f"response.{_PARTS[block.kind]}"
         logprobs: Json = {"logprobs": []} if block.kind == "text" else {}
         match change:
             case "open":
-                begun = self._item(block, "in_progress")
-                yield self._event("response.output_item.added", output_index=block.index, item=begun)
-                if not is_call:
-                    yield self._event("response.content_part.added", **item, part=_part(block))
+                yield self._event("response.content_part.added", **place, part=_part(block))
             case "add":
-                yield self._event(f"response.{name}.delta", **item, delta=text, **logprobs)
+                yield self._event(f"{name}.delta", **place, delta=text, **logprobs)
             case "close":
-                whole = {"arguments": block.text, "name": block.name} if is_call else {"text": block.text}
-                yield self._event(f"response.{name}.done", **item, **whole, **logprobs)
-                if not is_call:
-                    yield self._event("response.content_part.done", **item, part=_part(block))
-                done = self._item(block, self._status())
-                yield self._event("response.output_item.done", output_index=block.index, item=done)
+                yield self._event(f"{name}.done", **place, text=block.text, **logprobs)
+                yield self._event("response.content_part.done", **place, part=_part(block))
+
+    def _call_events(self, change: Change, block: Block, text: str, place: Json) -> Iterator[Json]:
+        """Yield the events of a change of a call, between those of its item. The input of a custom tool comes whole."""
+        if self._tool(block).is_custom:
+            if change == "close":
+                given = input_of(block.text)
+                yield self._event("response.custom_tool_call_input.delta", **place, delta=given)
+                yield self._event("response.custom_tool_call_input.done", **place, input=given)
+        elif change == "add":
+            yield self._event("response.function_call_arguments.delta", **place, delta=text)
+        elif change == "close":
+            whole = {"arguments": block.text, "name": self._tool(block).name}
+            yield self._event("response.function_call_arguments.done", **place, **whole)
 
     def _item(self, block: Block, status: str) -> Json:
         """Return the item of a block, without content if it begins; only the last one may be incomplete."""
@@ -103,8 +129,7 @@ class ResponsesReply(BlockReply):
             case "text":
                 return {**item, "type": "message", "role": "assistant", "content": content}
             case "call":
-                call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
-                return {**item, "type": "function_call", **call}
+                return {**item, **self._tool(block).call(block.call_id, block.text)}
 
     def _item_id(self, block: Block) -> str:
         return f"{_PREFIXES[block.kind]}_{self.id}_{block.index}"

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+from jinja2 import TemplateError
+
 from dcpmla.serving.chat.encodings import find_encoding
 from dcpmla.serving.chat.values import arguments_of
 from dcpmla.serving.control_tokens import ControlTokens
@@ -59,7 +61,7 @@ class Template:
 
     def render(self, conversation: Conversation) -> str:
         """Return the text of a conversation, in which texts of users and tools are cut (`ControlTokens.cut`)."""
-        messages: Sequence[Json] = self._control_tokens.cut(conversation.messages)
+        messages = self._control_tokens.cut(conversation.messages)
         variables: Json = {}
         if conversation.thinking is not None:
             variables = dict.fromkeys(_SWITCHES, conversation.thinking)
@@ -75,7 +77,7 @@ class Template:
             switches = [variables[name] for name in _SWITCHES if variables.get(name) is not None]
             return self._encoding.render(
                 messages,
-                conversation.tool_use.tools or None,
+                conversation.tool_use.listed or None,
                 thinking=effort != "none" and (any(switches) if switches else self._encoding.thinks_by_default),
                 reasoning_effort=None if effort == "none" else effort,
                 **arguments,
@@ -84,7 +86,14 @@ class Template:
             messages = [*map(_with_objects, messages)]
         if "developer" not in self._words:  # Most templates ignore messages of roles that they do not know.
             messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
-        return self._apply(messages, list(conversation.tool_use.tools) or None, **arguments, **variables)
+        tools = conversation.tool_use.listed or None
+        try:
+            return self._apply(messages, tools, **arguments, **variables)
+        except TemplateError:  # Some templates want users and answers to alternate, and agents do not.
+            alternating = _alternating(messages)
+            if alternating == messages:
+                raise
+            return self._apply(alternating, tools, **arguments, **variables)
 
     @cached_property
     def _control_tokens(self) -> ControlTokens:
@@ -124,3 +133,20 @@ def _with_objects(message: Json) -> Json:
         **message,
         "tool_calls": [{**each, "function": {**each["function"], "arguments": arguments_of(each)}} for each in calls],
     }
+
+
+def _alternating(messages: Sequence[Json]) -> list[Json]:
+    """Return messages in which users and answers alternate after one message of a system.
+
+    Later messages of a system become a user's. A user's message joins the message before it if that is a user's or a
+    tool's result, and the first ones of a system are one.
+    """
+    joined: list[Json] = []
+    for message in messages:
+        before = joined[-1]["role"] if joined else "system"
+        role = "user" if message["role"] == "system" and before != "system" else message["role"]
+        if joined and role in ("system", "user") and before in (role, "tool"):
+            joined[-1] = {**joined[-1], "content": f"{joined[-1]['content']}\n\n{message['content']}"}
+        else:
+            joined.append({**message, "role": role})
+    return joined

@@ -28,6 +28,7 @@ _logger = logging.getLogger(__name__)
 _logged: set[str] = set()
 
 Tools = Annotated[list[dict[str, Any]], Field(max_length=_MAX_TOOLS)]
+ToolsByPath = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,13 @@ class ToolUse:
     """Tools of a request.
 
     Attributes:
-        tools: Tools that the prompt shows, in the shape of chat completions.
+        tools: Tools that the answer may call, in the shape of chat completions.
         is_parallel: Whether an answer may have several calls; of others only the first is kept.
         required: Names of functions. The answer must call one or more of them; empty if it need not.
         strict: Field `strict` of functions that have it, by name.
         schema_field: Path of the schema in a tool of the body.
-        numbers: Number of each tool in the body, where some of the body's are left out.
+        paths: Path of each tool in the body; none if these are all of its tools.
+        deferred: Names of tools that the prompt does not list: a tool of the client finds them for the model.
     """
 
     tools: Sequence[Json] = ()
@@ -48,7 +50,13 @@ class ToolUse:
     required: Sequence[str] = ()
     strict: Mapping[str, bool] = field(default_factory=dict)
     schema_field: str = "function.parameters"
-    numbers: Sequence[int] = ()
+    paths: Sequence[str] = ()
+    deferred: Collection[str] = ()
+
+    @property
+    def listed(self) -> list[Json]:
+        """Return the tools that the prompt lists."""
+        return [tool for tool in self.tools if tool["function"]["name"] not in self.deferred]
 
     @property
     def needs_grammar(self) -> bool:
@@ -77,9 +85,12 @@ def _function_tool(fields: Mapping[str, Any], path: str) -> Json:
     return {"type": "function", "function": {name: value for name, value in shown.items() if value is not None}}
 
 
-def tool_use(
-    tools: Sequence[Mapping[str, Any]] | None, schema_field: str, types: Collection[str | None] = ("function",)
-) -> ToolUse:
+def by_path(tools: Sequence[Json] | None) -> ToolsByPath:
+    """Return the tools of a body by their paths."""
+    return {f"tools.{number}": tool for number, tool in enumerate(tools or ())}
+
+
+def tool_use(tools: ToolsByPath, schema_field: str, types: Collection[str | None] = ("function",)) -> ToolUse:
     """Return the functions among a request's tools, before anything is chosen.
 
     Tools of other types are left out, since agents send them unasked: the provider's server runs them (`web_search`),
@@ -92,10 +103,10 @@ def tool_use(
         ApiError: A type is no string, or is missing; or a function has a wrong field.
     """
     wrapper, _, schema = schema_field.rpartition(".")
-    functions: dict[int, Json] = {}
+    functions: dict[str, Json] = {}
     strict: dict[str, bool] = {}
-    for number, tool in enumerate(tools or ()):
-        path, kind = f"tools.{number}", tool.get("type")
+    for path, tool in tools.items():
+        kind = tool.get("type")
         if kind not in types:
             _leave_out(kind, path)
             continue
@@ -103,10 +114,10 @@ def tool_use(
         function = tool.get(wrapper) if wrapper else tool
         if not isinstance(function, Mapping):
             raise wrong(place, "is missing")
-        functions[number] = _function_tool({**function, "parameters": function.get(schema)}, place)
+        functions[path] = _function_tool({**function, "parameters": function.get(schema)}, place)
         if function.get("strict") is not None:
             strict[function["name"]] = function["strict"]
-    return ToolUse([*functions.values()], strict=strict, schema_field=schema_field, numbers=[*functions])
+    return ToolUse([*functions.values()], strict=strict, schema_field=schema_field, paths=[*functions])
 
 
 def _leave_out(kind: Any, path: str) -> None:

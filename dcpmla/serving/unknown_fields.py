@@ -1,7 +1,7 @@
 """Names of fields that no table has: slips of the pen, and names that are ignored with one line in the log.
 
 Sources of the names that change no answer: OpenAI's and Anthropic's API references; the protocols of vLLM's and
-SGLang's servers.
+SGLang's servers; what Codex and Claude Code send. Without an answer to `safeguards` Claude Code runs no tool unasked.
 """
 
 import logging
@@ -10,6 +10,7 @@ from functools import cache
 
 _HARMLESS = frozenset({
     "betas",
+    "client_metadata",
     "inference_geo",
     "max_tool_calls",
     "metadata",
@@ -18,6 +19,7 @@ _HARMLESS = frozenset({
     "prompt_cache_retention",
     "request_id",
     "rid",
+    "safeguards",
     "safety_identifier",
     "service_tier",
     "session_id",

@@ -21,7 +21,7 @@ from dcpmla.attention.select.entries import PoolUpdate
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.plan import CachePlan
 from dcpmla.config import DCPConfig
-from dcpmla.integrations import loading
+from dcpmla.integrations.engine_maker import EngineMaker
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
@@ -256,7 +256,7 @@ def _record(patch: pytest.MonkeyPatch, mesh: DCPMesh) -> None:
         if mesh.tp_size == 1:
             recording.capture(graph)
 
-    patch.setattr(loading, "_captures", lambda device, options: True)
+    patch.setattr(EngineMaker, "is_captured", True)
     patch.setattr(StepGraph, "capture", capture)
 
 

@@ -13,9 +13,11 @@ from safetensors.torch import load_file, save_file
 from dcpmla.cache.disk_file import RECORD_BYTES
 from dcpmla.config import DCPConfig
 from dcpmla.integrations import loading
+from dcpmla.integrations.engine_maker import EngineMaker
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.offloading import _common, check_scales
 from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.made_steps import made_steps
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.warm_up import warm_up
 from tests.support.layouts import dcp_config
@@ -64,14 +66,18 @@ def converse_after_warm_up(
     """On one rank: `converse` after a warm-up, as GPUs have it; return the number of blocks on the disk, too."""
     engines: list[Engine] = []
 
-    def watch(engine: Engine) -> None:
-        warm_up(engine)
+    def watch(engine: Engine, _: object) -> None:
+        warm_up(engine, made_steps(engine))
+        for token in range(1, 9):  # more than the cache holds, so that blocks leave it
+            engine.add([token] * 100, SamplingParams(max_new_tokens=1))
+        list(engine.run())
         assert engine.offload is not None
         assert len(engine.offload.tier.blocks) > 0
         engines.append(engine)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "_needs_warm_up", lambda device, dcp: True)
+        patch.setattr(EngineMaker, "needs_warm_up", True)
+        patch.setattr(EngineMaker, "rehearse", lambda *_: [])
         patch.setattr(loading, "warm_up", watch)
         results = converse(model, disk, dcp, conversations)
     assert len(engines) == 1

@@ -1,4 +1,4 @@
-"""Models without the layers that launch the same kernels as others (`ShardedModel.shortened`)."""
+"""Models without the layers that launch the same kernels as others (`shortened`)."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import pytest
 from torch import nn
 
 from dcpmla.config import DCPConfig
+from dcpmla.integrations.shortened import shortened
 from dcpmla.parallel.linear import Linear
 from tests.support.models import tiny_config
 from tests.support.ranks import on_ranks
@@ -23,7 +24,7 @@ def test_a_layer_of_each_sort_stays(name: str, kept: list[int], tmp_path: Path) 
     blocks = [*model.hidden_states.blocks]
 
     def those_kept() -> list[int]:
-        with model.shortened():
+        with shortened(model):
             return [blocks.index(block) for block in model.hidden_states.blocks]
 
     assert those_kept() == kept

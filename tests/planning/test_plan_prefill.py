@@ -32,7 +32,7 @@ from dcpmla.planning.prefill import PrefillCosts, kernel_rates, token_us
 from dcpmla.planning.recommend import make_plan
 from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
-from dcpmla.runtime.costs import piece_tokens
+from dcpmla.runtime.pieces import PieceSizes, Room
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.scheduler import Scheduler
@@ -182,12 +182,12 @@ def test_longer_pieces_take_no_less(costs: PrefillCosts, piece: tuple[int, int],
 @given(costs=settings_of_models, limit=st.integers(1, 9000), context=st.integers(0, 1_000_000), share=st.floats(0, 1))
 def test_pieces_fit_into_a_step(costs: PrefillCosts, limit: int, context: int, share: float) -> None:
     """A step's first piece may exceed the limit; others never do."""
-    room_us = share * costs.max_prefill_us
-    new = piece_tokens(costs, context, limit, room_us)
-    assert 1 <= new <= limit
-    assert new <= 64 or share == 1 or costs.piece_us(new, context) <= room_us
-    first = piece_tokens(costs, context, limit, costs.max_prefill_us)
-    assert new <= first <= limit
+    sizes, room_us = PieceSizes(costs, 9000), share * costs.max_prefill_us
+    new = sizes.choose(context, limit, Room(0, limit, room_us, is_first=False))
+    assert 0 <= new <= limit
+    assert not new or costs.piece_us(new, context) <= room_us
+    first = sizes.choose(context, limit, Room(0, limit, costs.max_prefill_us, is_first=True))
+    assert max(1, new) <= first <= limit
 
 
 @given(costs=settings_of_models, context=st.integers(0, 1_000_000))
@@ -335,6 +335,29 @@ def test_prompts_are_cut_as_by_the_scheduler(num_tokens: int, num_decodes: int, 
     first = prompts.first_token(num_tokens, num_decodes)
     assert first.num_steps == len(pieces)
     assert first.time_us == pytest.approx(sum(prompts.step(*piece, num_decodes).step_us["total"] for piece in pieces))
+
+
+@pytest.mark.parametrize(("tp", "dcp"), [(8, 1), (8, 8)])
+def test_long_prompts_beside_decodes_have_no_crumbs(tp: int, dcp: int) -> None:
+    """8 prompts of 32,768 tokens arrive at once, 128 new tokens each. Pieces that do not end one have 512 tokens or
+    more, and few steps have two; only a first piece takes longer than the limit.
+    """
+    costs, num_pieces, num_steps = costs_of(0, tp, dcp), 0, 0
+    scheduler = Scheduler(BlockAllocator(5000, 64), 8192, 32, enable_prefix_caching=False, costs=costs)
+    scheduler.waiting += [Request([name] * 32768, SamplingParams(max_new_tokens=128)) for name in range(8)]
+    while scheduler.waiting or scheduler.running:
+        batch = scheduler.schedule(0.0)
+        pieces = [piece for piece in batch.pieces if piece.request.is_in_prompt]
+        num_pieces, num_steps = num_pieces + len(pieces), num_steps + bool(pieces)
+        assert len(pieces) == len(batch.pieces) or batch.room_us >= 0 or len(pieces) == 1
+        assert all(piece.num_tokens in (piece.request.num_pending_tokens, *range(512, 8193)) for piece in pieces)
+        for request, num_tokens, _ in batch.pieces:
+            request.num_computed_tokens += num_tokens
+            if not request.num_pending_tokens:
+                request.append(0, frozenset())
+                if request.finish_reason:
+                    scheduler.remove(request)
+    assert num_pieces <= 1.3 * num_steps <= 65
 
 
 def test_decodes_without_room_for_prompts(v3: ModelSize) -> None:

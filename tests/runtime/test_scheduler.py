@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ import dcpmla.runtime.batch as batch_module
 import dcpmla.runtime.request as request_module
 from dcpmla.cache.blocks import BlockAllocator, block_key
 from dcpmla.runtime.batch import Batch, Piece
-from dcpmla.runtime.costs import piece_tokens
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.reuse import ComingBlocks
 from dcpmla.runtime.sampling import SamplingParams
@@ -94,11 +94,13 @@ loads = st.lists(
 
 
 def requests_of(load: Load) -> list[list[Request]]:
+    names = count()
     return [
         [
             Request(
                 [index % 3 for index in range(num_blocks * BLOCK)] + tokens,
                 SamplingParams(max_new_tokens=num_new, prompt_logprobs=0 if is_scored else None),
+                next(names),
             )
             for num_blocks, tokens, num_new, is_scored in arriving
         ]
@@ -246,7 +248,7 @@ def test_scored_prompts_keep_their_order_among_a_stream_of_others() -> None:
 
 @given(load=loads, budget=st.sampled_from([7, 64, 500]), seed=st.integers(0, 20), num_blocks=st.integers(12, 40))
 def test_prompts_beside_decodes_take_bounded_time(load: Load, budget: int, seed: int, num_blocks: int) -> None:
-    """Pieces beside decodes exceed the limit by the last one at most."""
+    """The first piece beside decodes alone may exceed the limit, and a strict one by 64 tokens at most."""
     costs = DrawnCosts(seed)
     for step in serve_alike(load, num_blocks, budget, 8, costs=costs):
         lens = [piece.num_tokens for piece in step.pieces]
@@ -254,8 +256,21 @@ def test_prompts_beside_decodes_take_bounded_time(load: Load, budget: int, seed:
         assert lens[:num_decodes] == [1] * num_decodes
         assert num_decodes <= step.num_absorbed <= len(lens)
         if step.room_us < costs.max_prefill_us < math.inf and len(lens) > num_decodes:
-            # What is left is negative by no more than one piece of the fewest tokens takes.
-            assert step.room_us >= -costs.piece_us(64, num_blocks * BLOCK)
+            assert step.room_us >= -costs.piece_us(64 if costs.is_strict else budget, num_blocks * BLOCK)
+            assert step.room_us >= 0 or len(lens) == num_decodes + 1
+
+
+@given(load=loads, budget=st.sampled_from([7, 64, 500]), seed=st.integers(0, 20), max_num_seqs=st.integers(1, 8))
+def test_prompts_begin_in_the_order_of_arrival(load: Load, budget: int, seed: int, max_num_seqs: int) -> None:
+    """A prompt that waits for a step with more room lets no later one go first."""
+    load = [[(*request[:3], False) for request in arriving] for arriving in load]
+    begins = dict[str | int, int]()
+    options: dict[str, Any] = {"costs": DrawnCosts(seed), "enable_prefix_caching": False}
+    for number, step in enumerate(serve_alike(load, 200, budget, max_num_seqs, **options)):
+        for piece in step.pieces:
+            begins.setdefault(piece.request.request_id, number)
+    assert sorted(begins) == list(range(sum(map(len, load))))
+    assert [begins[name] for name in sorted(begins)] == sorted(begins.values())
 
 
 def test_a_long_prompt_comes_forward_beside_decodes() -> None:
@@ -269,24 +284,36 @@ def test_a_long_prompt_comes_forward_beside_decodes() -> None:
     assert [num for num in pieces if num > 1] == [64] * 15 + [40]
 
 
-class ReadingCosts(DrawnCosts):
-    """Costs of which half of a piece's time is the reading of its context, where the limit alone cuts it."""
+class CallCosts(DrawnCosts):
+    """Costs of 10 us for each piece and 1 us for each token, and of a tenth of one for each token of the context."""
 
-    def __init__(self, max_loss: float) -> None:
+    def __init__(self) -> None:
         super().__init__(0)
-        self.max_prefill_us, self.max_loss = 200.0, max_loss
+        self.max_prefill_us, self.max_loss = 200.0, 0.25
 
     def piece_us(self, new: int, context: int) -> float:
-        return new + context / 10
+        return 10 + new + context / 10
+
+
+def pieces_beside_a_decode(lens: Sequence[int]) -> list[list[int]]:
+    """Return the sizes of prompts' pieces, step by step, beside a request that decodes."""
+    scheduler = Scheduler(BlockAllocator(2000, BLOCK), 512, 8, costs=CallCosts())
+    prompts = [Request([2 + name] * length, SamplingParams(max_new_tokens=1)) for name, length in enumerate(lens)]
+    steps = serve(scheduler, [[Request([1] * 8, SamplingParams(max_new_tokens=100))], [], prompts])
+    pieces = [[piece.num_tokens for piece in step.pieces if piece.request in prompts] for step in steps]
+    return [sizes for sizes in pieces if sizes]
 
 
 def test_prompts_beside_decodes_share_the_time() -> None:
-    """The first prompt takes all of a step's 200 us until its context is read."""
-    scheduler = Scheduler(BlockAllocator(2000, BLOCK), 512, 4, costs=ReadingCosts(math.inf))
-    prompts = [Request([name] * 500, SamplingParams(max_new_tokens=1)) for name in (2, 3)]
-    steps = serve(scheduler, [[Request([1] * 8, SamplingParams(max_new_tokens=100))], [], prompts])
-    pieces = [[piece.num_tokens for piece in step.pieces if piece.request in prompts] for step in steps]
-    assert [sizes for sizes in pieces if sizes][:3] == [[200], [180], [120, 64]]
+    """Pieces fill steps of 128 tokens. The end of the first prompt leaves room of a step's 200 us."""
+    assert pieces_beside_a_decode([200, 500]) == [[127], [73, 54], [127], [127], [127], [65]]
+
+
+def test_a_prompt_waits_rather_than_get_a_crumb() -> None:
+    """After 117 tokens of a prompt, 10 more fill a step of 128. To read them again would take more than a quarter of
+    their time. A later prompt of 3 tokens waits, too, though the step has room for all of them.
+    """
+    assert pieces_beside_a_decode([244, 500, 3])[:3] == [[127], [117], [127, 3]]
 
 
 @pytest.mark.parametrize(("num_blocks", "nums_drafts"), [(5, [0, 0]), (7, [3, 0]), (8, [3, 3])])
@@ -298,14 +325,3 @@ def test_drafts_leave_a_block_for_each_that_runs(num_blocks: int, nums_drafts: l
     assert [piece.num_drafts for piece in batch.pieces] == nums_drafts
     batch.advance()
     assert [piece.request.num_computed_tokens for piece in batch.pieces] == [8, 8]  # drafts count once accepted
-
-
-@pytest.mark.parametrize(("max_loss", "pieces"), [(math.inf, [100, 90, 81, 29]), (0.25, [300])])
-def test_a_piece_exceeds_the_limit_rather_than_read_its_context_too_often(max_loss: float, pieces: list[int]) -> None:
-    """After 1,000 cached tokens each piece loses 100 us, a quarter of 400."""
-    costs, done, sizes = ReadingCosts(max_loss), 1000, []
-    while done < 1300:
-        sizes.append(piece_tokens(costs, done, 1300 - done, costs.max_prefill_us))
-        done += sizes[-1]
-    assert sizes == pieces
-    assert piece_tokens(costs, 1000, 300, 150.0) == 64  # not a step's first piece: no more room

@@ -39,6 +39,15 @@ EITHER = "{{ call.function.arguments if call.function.arguments is string else c
 CALLS = "{% for m in messages %}{% for call in m.tool_calls or [] %}ARGUMENTS{% endfor %}{% endfor %}"
 
 
+# As those of Mistral: one system, then users and answers in turn; calls and results do not count.
+STRICT = """{% if messages[0].role == 'system' %}<s>{{ messages[0].content }}</s>{% set rest = messages[1:] %}
+{%- else %}{% set rest = messages %}{% endif %}
+{%- for m in rest | rejectattr('role', 'equalto', 'tool') | selectattr('tool_calls', 'undefined') %}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) or m.role not in ['user', 'assistant'] %}
+{{- raise_exception('roles must alternate') }}{% endif %}{% endfor %}
+{%- for m in rest %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}!{% endfor %}{% endfor %}"""
+
+
 def model(template: str | None = None, model_type: str = "", text_type: str = "") -> Prepared:
     tokenizer = scripted_tokenizer(template or TEMPLATE)
     return Prepared(Started("", len(tokenizer), 10_000, 4, 10_000, model_type, text_type), tokenizer)
@@ -56,6 +65,24 @@ def without_template(**types: str) -> Chats:
     prepared = model(**types)
     prepared.tokenizer.chat_template = None
     return Chats(prepared)
+
+
+def test_templates_whose_roles_must_alternate() -> None:
+    """Agents send instructions in several messages, and reminders of a system in between."""
+    chats = Chats(model(STRICT))
+    said = [("system", "a"), ("developer", "b"), ("user", "c"), ("user", "d"), ("system", "e"), ("assistant", "f")]
+    messages = [{"role": role, "content": text} for role, text in said]
+    called = {"role": "assistant", "content": "", "tool_calls": [tool_call("t", "weather", "{}")]}
+    results = [{"role": "tool", "content": "g", "tool_call_id": "t"}, {"role": "system", "content": "h"}]
+    history = [*messages, {"role": "user", "content": "i"}, called, *results]
+    expected = "<s>a\n\nb</s><user>c\n\nd\n\ne<assistant>f<user>i<assistant>!<tool>g\n\nh"
+    assert rendered(chats, Conversation(history, add_generation_prompt=False)) == expected
+    reminded = [{"role": role, "content": role} for role in ("user", "assistant", "system")]
+    assert rendered(chats, Conversation(reminded)) == "<user>user<assistant>assistant<user>system"
+    with pytest.raises(ApiError, match="refuses the messages: roles must alternate"):
+        rendered(chats, Conversation([{"role": "assistant", "content": "f"}]))
+    with pytest.raises(ApiError, match="refuses the messages: roles must alternate"):
+        rendered(chats, Conversation([*messages, {"role": "assistant", "content": "j"}]))
 
 
 def check_answer(chats: Chats, conversation: Conversation, prompt: Prompt, answer: str) -> None:

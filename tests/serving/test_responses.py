@@ -168,14 +168,15 @@ def test_what_is_refused(client: openai.OpenAI) -> None:
     assert ask(client, **neutral).output_text == "hello you"
 
 
-def test_codex_with_its_default_settings(scripted: RunningScript) -> None:
+def test_codex_with_all_its_settings(scripted: RunningScript) -> None:
     answered = httpx2.post(f"{scripted.url}/v1/responses", json=CODEX, headers=AUTHORIZED)
     assert answered.status_code == 200, answered.text
     assert "event: response.completed" in answered.text
     prompt = scripted.prompt
-    for shown in ("You are Codex.", "sandbox", "cwd", "Fix it.", "exec_command", "update_plan", "a.py"):
-        assert shown in prompt
-    for left_out in ("apply_patch", "web_search", "local_shell", "mcp__docs", "tool_search", "image_generation"):
+    shown = "You are Codex.", "sandbox", "cwd", "Fix it.", "exec_command", "update_plan", "a.py", "apply_patch"
+    for each in (*shown, "mcp__docs__find"):
+        assert each in prompt
+    for left_out in ("web_search", "local_shell", "tool_search", "image_generation"):
         assert left_out not in prompt
 
 

@@ -205,8 +205,9 @@ def test_tools_that_are_left_out_are_logged_once(
     monkeypatch.setattr(tools_module, "_logged", set())
     hosted = [{"type": "web_search"}, {"type": "custom", "name": "patch"}, {"type": "web_search"}]
     kinds = [{"type": f"kind {number}\n" + "x" * 999} for number in range(100)]
+    tools = tools_module.by_path([*hosted, WEATHER, *kinds])
     for _ in range(2):
-        assert [*tools_module.tool_use([*hosted, WEATHER, *kinds], "function.parameters").tools] == [WEATHER]
+        assert [*tools_module.tool_use(tools, "function.parameters").tools] == [WEATHER]
     lines = [record.getMessage() for record in caplog.records]
     assert [sum(f"type {name!r}" in line for line in lines) for name in ("web_search", "custom")] == [1, 1]
     assert len(lines) == 64

@@ -1,5 +1,7 @@
-"""A script for agents: two tools, and three answers of a model that uses them; and bodies that agents send with their
-default settings, shortened: their fields, tools and blocks, not their texts.
+"""A script for agents: two tools, and three answers of a model that uses them.
+
+And bodies with fields, tools and blocks that agents send in some of their settings. `tests/serving/agents/` has whole
+requests as they were recorded.
 
 Sources: `codex-rs/codex-api/src/common.rs` and `codex-rs/tools` of openai/codex; Claude Code's requests as its users
 report them (anthropics/claude-code #31033, #77698; vllm-project/vllm #36829).

@@ -14,14 +14,15 @@ class DrawnCosts:
     def __init__(self, seed: int, absorbs: bool = True) -> None:
         self._seed, self._absorbs = seed, absorbs
         self.max_prefill_us = (float("inf"), 150.0, 1.0)[seed % 3]
-        self.max_loss = float("inf")
+        self.is_strict, self.max_loss = seed % 2 == 0, 0.25
+        self._call_us = (0.0, 0.0, 20.0, 200.0)[seed % 4]
         self.tokens_per_request = 1 + seed % 4
         self.least_state_tokens = (1, 16, 1 << 20)[seed % 3]
         self.num_absorbed = 0  # pieces so far
 
     def piece_us(self, new: int, context: int) -> float:
-        """Return the tokens that all new ones attend to, and one each."""
-        return new * (1.0 + context) + new * (new + 1) / 2
+        """Return the tokens that all new ones attend to, one each, and the same for each piece."""
+        return self._call_us + new * (1.0 + context) + new * (new + 1) / 2
 
     def choose_absorbed(self, pieces: Sequence[tuple[int, int]]) -> list[bool]:
         """Return two of three pieces."""
