@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
+from shlex import quote
 
 # Packages of each extra, by the names that imports use.
 EXTRAS = {
@@ -44,7 +46,13 @@ def needed_by(user: str) -> Iterator[None]:
 
 
 def install(extra: str) -> str:
-    """Return the command that installs an extra."""
+    """Return the command that installs an extra.
+
+    In a checkout it names the folder: pip knows no `dcpmla` there unless the package is installed, and no index has it.
+    """
+    root = Path(__file__).parents[1]
+    if (root / "pyproject.toml").is_file():
+        return f"pip install -e {quote(f'{root}[{extra}]')}"
     return f"pip install 'dcpmla[{extra}]'"
 
 

@@ -1,6 +1,8 @@
 """The package where torch, triton and numpy alone are installed: all other packages are refused to fresh processes."""
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -8,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dcpmla.extras import EXTRAS, MissingExtraError, needed_by
+from dcpmla import extras
+from dcpmla.extras import EXTRAS, MissingExtraError, install, needed_by
 from tests.support.launchers import ROOT, Ended, environment
 from tests.support.sources import CORE, CORE_MODULES, ROOMS, metadata, room
 
@@ -83,14 +86,14 @@ def test_a_command_says_which_extra_it_needs(run_alone: RunAlone, command: str) 
     assert result.stdout == ""
     (line,) = filter(None, result.stderr.splitlines())
     assert line.startswith("dcpmla: error: ")
-    assert "needs the extra engine: pip install 'dcpmla[engine]' (import of " in line
+    assert f"needs the extra engine: {install('engine')} (import of " in line
 
 
 def test_doctor_lists_what_is_missing(run_alone: RunAlone) -> None:
     result = run_alone(COMMAND, "doctor", "--device", "cpu")
     assert not result.returncode, result.stderr
     for extra in ("engine", "serve"):
-        line = f"not installed: {', '.join(EXTRAS[extra])}; with the extra {extra}: pip install 'dcpmla[{extra}]'"
+        line = f"not installed: {', '.join(EXTRAS[extra])}; with the extra {extra}: {install(extra)}"
         assert line in result.stdout.splitlines()
 
 
@@ -112,16 +115,31 @@ except ImportError as error:
     print(error)
 """)
     assert result.stdout == (
-        "dcpmla.LLM needs the extra engine: pip install 'dcpmla[engine]' (import of tqdm halted; None in sys.modules)\n"
+        f"dcpmla.LLM needs the extra engine: {install('engine')} (import of tqdm halted; None in sys.modules)\n"
     ), result.stderr
 
 
 def test_other_imports_that_fail_keep_their_error() -> None:
     with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_package'"), needed_by("this"):
         import no_such_package  # noqa: F401
-    line = r"^this needs the extra plot: pip install 'dcpmla\[plot\]' \(cannot import name 'x' from 'matplotlib.y'\)$"
-    with pytest.raises(MissingExtraError, match=line), needed_by("dcpmla"), needed_by("this"):
+    line = f"this needs the extra plot: {install('plot')} (cannot import name 'x' from 'matplotlib.y')"
+    with pytest.raises(MissingExtraError, match=f"^{re.escape(line)}$"), needed_by("dcpmla"), needed_by("this"):
         raise ImportError("cannot import name 'x' from 'matplotlib.y'", name="matplotlib.y")
+
+
+def test_the_command_installs_an_extra_of_this_checkout(tmp_path: Path) -> None:
+    """pip takes it in another folder, with no index to ask."""
+    command, *arguments = shlex.split(install("plot"))
+    offline = ["--dry-run", "--no-index", "--no-deps", "--no-build-isolation"]
+    run = [sys.executable, "-m", command, *arguments[:1], *offline, *arguments[1:]]
+    result = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "Would install dcpmla-" in result.stdout
+
+
+def test_the_command_of_an_installed_package_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "__file__", str(tmp_path / "dcpmla" / "extras.py"))
+    assert install("plot") == "pip install 'dcpmla[plot]'"
 
 
 @pytest.mark.parametrize("extra", EXTRAS)

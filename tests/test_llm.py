@@ -4,7 +4,9 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -111,6 +113,20 @@ def test_options_reach_the_engine(model: Path) -> None:
         for _ in range(2):
             llm.generate(prompt, SamplingParams(max_new_tokens=1), use_tqdm=False)
         assert llm.engine.stats.num_cached_tokens == 24
+
+
+def test_a_cache_on_cpus_is_what_the_model_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No share of a large memory, but of a small one; and what the user asks for."""
+    limits: dict[str, int] = {"max_model_len": 200, "max_num_seqs": 3}
+    with LLM(NEEDLE, device="cpu", **limits) as llm:
+        sizes = llm.engine.cache.sizes
+        assert (sizes.num_blocks, sizes.block_tokens) == (3 * 4, 64)
+        block_bytes = sizes.bytes_per_block
+    with LLM(NEEDLE, device="cpu", **limits, kv_cache_memory_bytes=100 * block_bytes) as llm:
+        assert llm.engine.cache.sizes.num_blocks == 100
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10 * block_bytes))
+    with LLM(NEEDLE, device="cpu", **limits, gpu_memory_utilization=0.5) as llm:
+        assert llm.engine.cache.sizes.num_blocks == 5
 
 
 @pytest.mark.parametrize(

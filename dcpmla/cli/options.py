@@ -26,7 +26,6 @@ if TYPE_CHECKING:  # these import transformers, which only commands that run a m
     from dcpmla.comm.select import ChosenExchange
     from dcpmla.integrations.open_model import ModelFiles
     from dcpmla.runtime.engine import Engine
-    from dcpmla.runtime.graph import StepGraph
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,36 +87,28 @@ def dcp_config(args: argparse.Namespace, decode_context_parallel_size: int) -> D
 
 
 def build_engine(
-    args: argparse.Namespace, job: Job, dcp: DCPConfig, files: "ModelFiles", seq_lens: Sequence[int] | None
+    args: argparse.Namespace,
+    job: Job,
+    dcp: DCPConfig,
+    files: "ModelFiles",
+    seq_lens: Sequence[int] | None,
+    say: Callable[[str], object] | None = None,
 ) -> "tuple[Engine, ChosenExchange]":
-    """Load the model as the options say; rank 0 prints the outcome. Collective."""
+    """Load the model as the options say; rank 0 says the outcome. Collective.
+
+    Args:
+        seq_lens: Lengths of all sequences, if known (`load_engine`).
+        say: Function of a line; None prints it.
+    """
     from dcpmla import llm
+    from dcpmla.cli.start_report import start_lines
 
-    engine, chosen = llm.build_engine(job, dcp, files, EngineOptions.of(vars(args)), seq_lens)
+    options = EngineOptions.of(vars(args))
+    engine, chosen = llm.build_engine(job, dcp, files, options, seq_lens)
     if job.ranks.is_first:
-        print(f"ranks: {job.ranks.origin}\ncache: {engine.cache.sizes}")
-        print(f"exchange: {chosen.exchange.name} ({chosen.reason})", flush=True)
-        for line in graph_lines(engine.graph, engine.mixed_graph):
-            print(line, flush=True)
+        for line in start_lines(job, files, engine, chosen, options, seq_lens is not None):
+            print(line, flush=True) if say is None else say(line)
     return engine, chosen
-
-
-def graph_lines(graph: "StepGraph | None", mixed_graph: "StepGraph | None") -> list[str]:
-    """Return the lines to print about an engine's CUDA graphs: how many there are, and the largest."""
-    lines = []
-    if graph is not None:
-        sizes, wide = (
-            [size.num_tokens // size.query_len for size in graph.sizes if (size.query_len > 1) == is_wide]
-            for is_wide in (False, True)
-        )
-        of_drafts = f"; with drafts {len(wide)}, the largest of {wide[-1]}" if wide else ""
-        lines.append(f"decode graphs: {len(sizes)}, the largest of {sizes[-1]} requests{of_drafts}")
-    if mixed_graph is not None:
-        num_whole, largest = sum(size.is_whole for size in mixed_graph.sizes), mixed_graph.sizes[-1].num_tokens
-        of_whole = f"; of one graph each {num_whole}, the largest of {mixed_graph.max_whole_tokens}"
-        counts = f"{len(mixed_graph.sizes) - num_whole}, the largest of {largest} tokens"
-        lines.append(f"graphs of steps with prompts: {counts}{of_whole if num_whole else ''}")
-    return lines
 
 
 # ---- values of options, read for argparse

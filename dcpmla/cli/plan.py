@@ -24,8 +24,9 @@ from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.planning.capacity import FORMATS
 from dcpmla.planning.deployment import Deployment
-from dcpmla.planning.machine import H200X8, PRESETS, Machine, change_machine, read_json
+from dcpmla.planning.machine import H200X8, Machine, change_machine, read_json
 from dcpmla.planning.measured import calibrate, predict_row, read_rows
+from dcpmla.planning.presets import PRESETS
 from dcpmla.planning.recommend import make_plan, recommend
 from dcpmla.planning.servers import Traffic
 from dcpmla.planning.setting import Setting
@@ -54,8 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "exchange, to which it is fitted; or a list, of which each item changes what comes before it"
     )
     add("--machine", default="h200x8", metavar="NAME_OR_JSON,...", help=machines)
-    tp = "ranks that cut the heads"
-    add("-tp", "--tensor-parallel-size", type=positive_list, default="8", metavar="N,...", help=tp)
+    tp = "ranks that cut the heads; default: all GPUs of the machine"
+    add("-tp", "--tensor-parallel-size", type=positive_list, metavar="N,...", help=tp)
     dcp = "ranks that share one cache; default: all that divide tp"
     add("-dcp", "--decode-context-parallel-size", type=positive_list, metavar="D,...", help=dcp)
     add("--kv-cache-dtype", type=format_list, default="bf16", metavar="F,...", help=f"of {', '.join(FORMATS)}")
@@ -77,6 +78,7 @@ def run(args: argparse.Namespace) -> None:
     check_sizes(args.kv_offloading_size, args.kv_offloading_disk_size)
     model = load_model_size(args.model).with_expert_dtype(args.expert_dtype)
     machine = load_machine(args.machine, model)
+    args.tensor_parallel_size = args.tensor_parallel_size or [machine.num_gpus]
     rows = read_rows(args.measured, "--measured", model) if args.measured else []
     predicted = [(row, predict_row(machine, model, row)) for row in rows]
     if args.speculative_method == "mtp":

@@ -30,6 +30,7 @@ def report(
     left = f"{machine.workspace_share:.0%} of it left to activations and workspaces"
     lines = [
         f"{args.model} on {machine.name}, {gpus}, {left}",
+        f"numbers of the machine: {machine.source}",
         f"{args.batch:,} requests of {args.context:,} tokens; cache bytes of a token: {formats}",
     ]
     if args.num_gpus:

@@ -4,6 +4,7 @@ import argparse
 import gc
 import logging
 import os
+import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -43,16 +44,19 @@ def run(args: argparse.Namespace) -> None:
     dcp = dcp_config(args, args.decode_context_parallel_size)
     options = _take_options(args)
     _check_role(options, dcp)
+    _set_up_log(options.log_level)
     frontend = _start_frontend(options, args.model)
     with start(args) as job, ExitStack() as to_close:
         job.watchdog.enter("reading the model's files", LOAD_TIMEOUT)
         with agree():
             files = open_model(args.model, args.max_model_len, args.revision)
             check_layout(files, dcp)
+        start_time = time.monotonic()
         if frontend is not None:
             frontend.start()
             frontend.send(Opened(str(files.directory)))
-        engine, _ = build_engine(args, job, dcp, files, None)
+            _logger.info("loading %s", files.directory)
+        engine, _ = build_engine(args, job, dcp, files, None, _logger.info)
         to_close.callback(engine.close)
         link = None
         if options.role != "both":
@@ -64,7 +68,11 @@ def run(args: argparse.Namespace) -> None:
         loop = ServingLoop(engine, frontend)
         job.watchdog.on_stop(loop.stop)
         if frontend is not None:
-            frontend.send(started(engine, files, link))
+            message = started(engine, files, link)
+            if message.no_grammars:
+                _logger.info("structured output: none; %s", message.no_grammars)
+            frontend.send(message)
+            _logger.info("ready %.1f s later", time.monotonic() - start_time)
             print(f"serving on {frontend.address}", flush=True)
         # Garbage collection skips all objects loaded so far: a pass takes 0.2 s and more, and all ranks wait.
         gc.collect()
@@ -89,6 +97,18 @@ def _take_options(args: argparse.Namespace) -> ServeOptions:
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"{name} ({option}, {variable}) is empty; give a key, or leave it out")
     return ServeOptions(**values)
+
+
+def _set_up_log(level: str) -> None:
+    """Write the package's log to standard error: the first rank from a level on, other ranks their warnings. Libraries
+    have their own warnings, too.
+    """
+    rank = claimed_rank(os.environ) or "0"
+    of_rank = "" if rank == "0" else f"rank {rank}: "
+    logging.basicConfig(format=f"%(asctime)s %(levelname)s {of_rank}%(message)s")
+    lowest = logging.getLevelNamesMapping()[level.upper()]
+    logging.getLogger().setLevel(max(lowest, logging.WARNING))
+    logging.getLogger("dcpmla").setLevel(lowest if rank == "0" else max(lowest, logging.WARNING))
 
 
 def _check_role(options: ServeOptions, dcp: DCPConfig) -> None:

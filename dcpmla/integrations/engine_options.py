@@ -28,7 +28,8 @@ class EngineOptions:
             decode; None for the time of max_num_batched_tokens tokens without a context, and more where reading the
             context and the piece again would take over a twelfth of it.
         kv_cache_memory_bytes: Size of the cache on each rank; by default the free memory after loading, less a step's
-            largest activations and decode graphs.
+            largest activations and decode graphs, and on CPUs no more than max_num_seqs sequences of max_model_len
+            tokens need.
         gpu_memory_utilization: Share of a device's memory to use, in (0, 1]; on CPUs, share of the host's free memory,
             divided among the host's ranks.
         enable_prefix_caching: Whether to reuse cached blocks of earlier requests that begin with the same tokens.

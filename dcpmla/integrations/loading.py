@@ -78,10 +78,12 @@ def load_engine(
     if mesh.tp_rank == 0:
         warn_of_unknown_tokens(files)
     new_kernels = make.rehearse(num_local_ranks)
-    num_bytes = options.kv_cache_memory_bytes
+    num_bytes, most = options.kv_cache_memory_bytes, seq_lens
     if num_bytes is None:
         num_bytes = _free_bytes(sharded, options, num_local_ranks, make.makers if make.is_captured else [])
-    plan = _plan_cache(sharded, seq_lens, num_bytes, num_running, options.max_query_len - 1)
+        if device.type == "cpu":  # whose memory is for other programs, too
+            most = seq_lens or [files.max_model_len] * num_running
+    plan = _plan_cache(sharded, seq_lens, most, num_bytes, num_running, options.max_query_len - 1)
     with agree():
         cache = plan.allocate(device)
         memory, tier = make_host_memory(cache, options.kv_offloading_size, mesh.tp_size, num_local_ranks)
@@ -127,13 +129,27 @@ def _open(
 
 
 def _plan_cache(
-    model: ShardedModel, seq_lens: Sequence[int] | None, num_bytes: int, num_running: int, num_drafts: int
+    model: ShardedModel,
+    seq_lens: Sequence[int] | None,
+    most: Sequence[int] | None,
+    num_bytes: int,
+    num_running: int,
+    num_drafts: int,
 ) -> CachePlan:
-    """Plan the blocks that the sequences need together, or that fit on the rank with the least memory, and states, if
-    the model has them, of all requests that may run and of some remembered ones.
+    """Plan the blocks that fit on the rank with the least memory, and states, if the model has them, of all requests
+    that may run and of some remembered ones.
+
+    Args:
+        seq_lens: Lengths of all future sequences, if known; the longest must fit.
+        most: Lengths of sequences that need no more blocks than the cache may have; None for any number.
     """
+
+    def planned(lens: Sequence[int]) -> CachePlan:
+        placed = model.placement.dcp, lens, model.dtype
+        return model.attention.plan_cache(*placed, num_states(num_running), num_drafts)
+
     lens = list(seq_lens) if seq_lens else [1]
-    plan = model.attention.plan_cache(model.placement.dcp, lens, model.dtype, num_states(num_running), num_drafts)
+    plan = planned(lens)
     block_bytes = plan.bytes_per_block or _EMPTY_BLOCK_BYTES
     state_bytes = plan.num_states * plan.bytes_per_state
     affordable = torch.tensor(max(0, num_bytes - state_bytes) // block_bytes, device=model.device)
@@ -147,7 +163,8 @@ def _plan_cache(
             f"{int(affordable) * block_bytes:,}{states}; shorten it (--max-model-len, --max-new-tokens), {fewer}"
             f"raise --kv-cache-memory-bytes, or shard over more ranks (-dcp)"
         )
-    return replace(plan, num_blocks=min(plan.num_blocks, int(affordable)) if seq_lens else int(affordable))
+    num_blocks = min(planned(most).num_blocks, int(affordable)) if most else int(affordable)
+    return replace(plan, num_blocks=num_blocks)
 
 
 def _free_bytes(model: ShardedModel, options: EngineOptions, num_local_ranks: int, graphs: Sequence[GraphMaker]) -> int:

@@ -1,13 +1,21 @@
 """A model's directory and its config: found or downloaded, checked, as a transformers config of the text model."""
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RevisionNotFoundError,
+)
 
 from dcpmla.integrations.config_checks import reason
 from dcpmla.integrations.families.table import find_family
@@ -36,26 +44,64 @@ def find_model(model: str, revision: str | None = None) -> Path:
     Args:
         revision: Branch, tag or commit of a hub id; None for its main branch.
     Raises:
-        ValueError: The model is neither, or a directory with a revision.
+        ValueError: The model is neither, which the message explains, or a directory with a revision.
     """
-    try:
-        if revision is not None and (not isinstance(revision, str) or not revision):
-            raise ValueError(f"revision (--revision) is {revision!r}; it must be a branch, tag or commit")
-        if Path(model).is_dir() and revision is not None:
+    if revision is not None and (not isinstance(revision, str) or not revision):
+        raise ValueError(f"revision (--revision) is {revision!r}; it must be a branch, tag or commit")
+    if os.path.isdir(model):  # False, too, for a name that no file can have
+        if revision is not None:
             raise ValueError(
                 f"revision (--revision) is {revision!r}, but model (--model) is the directory {model!r}; leave it out, "
                 "or give a hub id"
             )
-        if Path(model).is_dir():
-            return Path(model)
-        if Path(model).is_file():
-            raise ValueError(f"model (--model) is {model!r}, a file; give the directory that it is in")
+        return Path(model)
+    if os.path.isfile(model):
+        raise ValueError(f"model (--model) is {model!r}, a file; give the directory that it is in")
+    try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=_FILES))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except Exception as error:  # of the hub's client, of its HTTP client, of the file system
         of_revision = "" if revision is None else f" in revision (--revision) {revision!r}"
         raise ValueError(
-            f"model (--model) is {model!r}: no such directory, and no such model could be downloaded{of_revision}"
+            f"model (--model) is {model!r}: no such directory, and no such model could be downloaded{of_revision}: "
+            f"{_cause(error)}"
         ) from error
+
+
+def _cause(error: Exception) -> str:
+    """Return why a download has failed, and what helps."""
+    root: BaseException = error
+    while isinstance(root, LocalEntryNotFoundError) and root.__cause__ is not None:
+        root = root.__cause__
+    match root:
+        case HFValidationError():
+            return "it is no hub id (NAME, or OWNER/NAME)"
+        case GatedRepoError():
+            return "it is gated; accept its terms on the hub, and give a token of that account (HF_TOKEN)"
+        case RevisionNotFoundError():
+            return "404 from the hub, which has the model, but no such revision"
+        case HfHubHTTPError():
+            return f"{root.response.status_code} from the hub{_advice(root.response.status_code)}"
+        case OfflineModeIsEnabled():
+            return "HF_HUB_OFFLINE is set, and the local cache has no such snapshot"
+        case LocalEntryNotFoundError():
+            return "the local cache has no such snapshot"
+    if isinstance(error, LocalEntryNotFoundError):
+        return f"no connection to {constants.ENDPOINT} ({root}), and the local cache has no such snapshot"
+    return reason(error)
+
+
+def _advice(status: int) -> str:
+    """Return what a status of the hub means, and what helps."""
+    match status:
+        case 401:
+            return ": no such model, a private one, or a wrong token (HF_TOKEN)"
+        case 403:
+            return ": the token (HF_TOKEN) may not read it"
+        case 404:
+            return ": no such model"
+        case 429:
+            return ": too many requests; wait, or give a token (HF_TOKEN)"
+    return "; try again later"
 
 
 def find_commit(directory: Path) -> str | None:

@@ -157,8 +157,12 @@ def share_content(opened: list[BlockFile], group: ProcessGroup | None) -> Tier:
         group: Ranks that share the blocks; None for one rank.
     """
     tier = Tier(*(file.num_slots for file in opened))
-    for table, file in zip((tier.blocks, tier.states), opened, strict=False):
+    for name, table, file in zip(("blocks", "states"), (tier.blocks, tier.states), opened, strict=False):
         table.fill(_common(file.stored, group))
+        if num_lost := len(file.stored) - len(table):
+            _logger.info(
+                "%s of %s %s on the disk are not used: other ranks lack them", num_lost, len(file.stored), name
+            )
     return tier
 
 

@@ -49,6 +49,11 @@ class Line(NamedTuple):
     start: float
     slope: float
 
+    @property
+    def gb_per_s(self) -> float:
+        """Return the rate of large sizes, which are bytes."""
+        return 1e-3 / self.slope if self.slope else float("inf")
+
     @classmethod
     def through(cls, times: Mapping[float, float]) -> "Line":
         """Return the line through the times, in microseconds, of one size or of two."""
@@ -81,7 +86,7 @@ class TierSpeeds(NamedTuple):
             pieces: Modelled time of pieces of prompts. Only its growth with contexts counts, scaled to this machine:
                 in small models launches, whose number is constant, hide the time of tokens.
             max_num_batched_tokens: Limit of a step's tokens, which share the time that a step takes with few tokens.
-            logs: Whether to log the first request whose tokens are computed although a tier has them.
+            logs: Whether to log the speeds, and requests whose tokens are computed although a tier has them.
         """
         longest, (step_us, token_us) = self.num_tokens, self.prefill
         scale = token_us * longest / pieces.piece_us(longest, 0)
@@ -93,26 +98,28 @@ class TierSpeeds(NamedTuple):
             return num_tokens * (token_us + step_us / max_num_batched_tokens) + scale * growth
 
         def costs_of(tier: str, line: Line) -> TierCosts:
-            gb_per_s = 1e-3 / line.slope if line.slope else float("inf")
-            return TierCosts(plan, line.start, gb_per_s, prefill_us, _Refusals(tier).log if logs else None)
+            return TierCosts(plan, line.start, line.gb_per_s, prefill_us, _Refusals(tier).log if logs else None)
 
+        if logs:
+            of_disk = f", {through_host.gb_per_s:.2f} GB/s from the disk" if any(self.read) else ""
+            words = "measured on a rank: loads of blocks at %.2f GB/s from host memory%s, prefills at %.1f us a token"
+            _logger.info(words, self.copy.gb_per_s, of_disk, token_us)
         return [costs_of("host memory", self.copy), costs_of("the disk", through_host)]
 
 
 class _Refusals:
-    """The requests whose tokens are computed although a tier has them; the first one is logged."""
+    """The requests whose tokens are computed although a tier has them. They are logged, the first one as a warning."""
 
     def __init__(self, tier: str) -> None:
         self._tier, self._is_logged = tier, False
 
     def log(self, num_tokens: int, load_us: float, prefill_us: float) -> None:
-        """Log the times of a load and of the prefill that is chosen, once."""
-        if self._is_logged:
-            return
-        self._is_logged = True
-        _logger.warning(
+        """Log the times of a load and of the prefill that is chosen."""
+        level, self._is_logged = logging.DEBUG if self._is_logged else logging.WARNING, True
+        _logger.log(
+            level,
             "%s has %d tokens of a request, but loading them takes %.2f ms and computing them again %.2f ms, by the "
-            "speeds measured at the start, so they are computed; further requests are not logged",
+            "speeds measured at the start, so they are computed; later requests are logged at the level debug",
             self._tier,
             num_tokens,
             load_us / 1e3,

@@ -14,6 +14,7 @@ import transformers
 from tokenizers import processors
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
+from dcpmla.extras import install
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.text.stream import TextStream
 
@@ -57,7 +58,7 @@ def check_template_sandbox() -> None:
     if numbers is None or tuple(int(number or 0) for number in numbers.groups()) < _JINJA2:
         raise ValueError(
             f"jinja2 is {version}; it must be 3.1.6 or later, because the chat templates of checkpoints can run code "
-            "through the sandbox of earlier ones: pip install 'dcpmla[serve]'"
+            f"through the sandbox of earlier ones: {install('serve')}"
         )
 
 

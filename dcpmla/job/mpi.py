@@ -14,10 +14,11 @@ from datetime import timedelta
 from ipaddress import ip_address
 from typing import Any
 
+from dcpmla.extras import install
 from dcpmla.job.identity import JobIdentity
 from dcpmla.job.launch_info import LaunchInfo
 
-_INSTALL = "install both with: pip install 'dcpmla[mpi]'"
+_INSTALL = f"install both with: {install('mpi')}"
 # Kills its parent and says why, unless its input ends in time: then the parent is through, or gone.
 _GUARD = """
 import os, select, signal, sys

@@ -61,6 +61,8 @@ class Machine(_Checked):
     """Nodes of GPUs joined by NVLink, nodes joined by a network.
 
     Attributes:
+        source: Words on where the numbers are from.
+        num_gpus: Number of GPUs, in one TP group if no size is asked for.
         memory_bytes: Memory of one GPU.
         workspace_share: Share of memory for activations, workspaces, communication buffers and the driver.
         hbm_gb_per_s: Rate of a kernel that only reads (weights, cache).
@@ -85,6 +87,8 @@ class Machine(_Checked):
     """
 
     name: Annotated[str, TEXT]
+    source: Annotated[str, TEXT]
+    num_gpus: Annotated[int, whole(1)]
     gpus_per_node: Annotated[int, whole(1)]
     memory_bytes: Annotated[int, number(1, _LARGEST)]
     workspace_share: Annotated[float, number(0, 0.99)]
@@ -178,6 +182,8 @@ class Machine(_Checked):
 # models on one and two.
 H200X8 = Machine(
     name="h200x8",
+    source="measured on 1 to 8 H200s, but for what docs/planning.md names",
+    num_gpus=8,
     gpus_per_node=8,
     memory_bytes=139 * 2**30,  # the driver shows this much of 141 GB
     workspace_share=0.1,
@@ -202,7 +208,6 @@ H200X8 = Machine(
     host_gb_per_s=50,  # loads of blocks on one GPU, and on two at the same time
     disk_gb_per_s=5,  # assumed, not measured: a PCIe 4.0 disk for each rank
 )
-PRESETS = {machine.name: machine for machine in (H200X8,)}
 
 
 def change_machine(machine: Machine, values: dict[str, Any], name: str) -> Machine:
@@ -220,7 +225,8 @@ def change_machine(machine: Machine, values: dict[str, Any], name: str) -> Machi
         if group in values and (group, values[group]) != ("direct", None):
             _check_fields(values[group], kind, f"{name}, {group}")
             changed[group] = replace(getattr(machine, group) or getattr(H200X8, group), **values[group])
-    return replace(machine, **{"name": name, **changed})
+    source = f"{machine.source}; changed by {name}"
+    return replace(machine, **{"name": name, "source": source, **changed})
 
 
 def read_json(path: Path, option: str) -> dict[str, Any]:

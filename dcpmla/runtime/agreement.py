@@ -93,12 +93,13 @@ class Agreement:
 
     Attributes:
         progress: Transfers between tiers of memory.
+        posted: News of this rank for the next message.
     """
 
     def __init__(self, mesh: DCPMesh) -> None:
         self._mesh = mesh
         self._hosts: ProcessGroup | None = None if mesh.tp_size == 1 else _group_of_hosts(mesh.tp_group)
-        self._outgoing = News()  # of this rank, for the next message
+        self.posted = News()
         self.progress = Progress(mesh.tp_size)
         self.restart_clock()
 
@@ -112,7 +113,7 @@ class Agreement:
 
     def post(self, news: News) -> None:
         """Queue news of this rank for the next message."""
-        self._outgoing = self._outgoing.joined(news)
+        self.posted = self.posted.joined(news)
 
     def start(
         self,
@@ -191,7 +192,7 @@ class Agreement:
         self, num_compiled: int, step_time: StepTime | None = None
     ) -> tuple[News, list[int], Sequence[Watched]]:
         """Return the news for a message, which begins with the returned words, and the transfers that it reports."""
-        news, self._outgoing = self._outgoing, News()
+        news, self.posted = self.posted, News()
         times = self.clock(), 0.0 if step_time is None else step_time.seconds
         now, taken = (int(seconds / _MICROSECOND) for seconds in times)
         own = (now, taken, num_compiled) if self._mesh.tp_rank == 0 else (0, 0, 0)

@@ -4,6 +4,7 @@
 Every rank of a TP group makes the same calls, so all ranks know the same readings, and agree on transfers that end.
 """
 
+import logging
 import math
 import time
 from collections import deque
@@ -30,6 +31,7 @@ _MAX_WRITTEN = 1024  # blocks of a transfer; the files' queues hold 4,096
 _MAX_READS = 3
 _CLOSE_SECONDS = 10.0  # limit of the time for writes at the end
 _POLL_SECONDS = 1e-3
+_logger = logging.getLogger(__name__)
 
 
 class Readiness(Enum):
@@ -95,6 +97,7 @@ class DiskReads:
         self._awaited: dict[Request, Reading] = {}  # readings of others that requests wait for
         self._under_way: dict[Reading, None] = {}  # the oldest first
         self._coming: dict[tuple[bool, bytes | None], Reading] = {}  # whether it is a state, and its key
+        self._logged = set[str]()  # reasons for which requests compute what the disk has
 
     def check(self, request: Request, now: float, is_idle: bool) -> Readiness:
         """Return whether a waiting request can be admitted; begin to read blocks that are worth it.
@@ -106,7 +109,7 @@ class DiskReads:
         if not len(self._tier.disk.blocks) and not self._readings:
             return Readiness.READY
         if self._under_way and now - next(iter(self._under_way)).start > _MOST_SECONDS:
-            return Readiness.READY
+            return self._without_disk(f"a reading has taken longer than {_MOST_SECONDS:g} s")
         reading = self._readings.get(request)
         if reading is not None:
             return Readiness.COMING if reading.num_left else Readiness.READY
@@ -119,9 +122,18 @@ class DiskReads:
             if awaited is None:
                 if self._begin(request, content, now):
                     return Readiness.COMING
-                return Readiness.READY if is_idle and not self._coming else Readiness.NO_ROOM
+                if is_idle and not self._coming:
+                    return self._without_disk("host memory has no room for it (--kv-offloading-size)")
+                return Readiness.NO_ROOM
         self._awaited[request] = awaited
         return Readiness.COMING
+
+    def _without_disk(self, reason: str) -> Readiness:
+        """Let a request be admitted that computes what the disk may have; log the reason."""
+        level = logging.DEBUG if reason in self._logged else logging.INFO
+        self._logged.add(reason)
+        _logger.log(level, "the disk is not read for a request, whose tokens are computed: %s", reason)
+        return Readiness.READY
 
     def release(self, request: Request) -> None:
         """Keep nothing in host memory for a request any more, which runs or has ended."""

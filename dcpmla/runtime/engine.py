@@ -131,6 +131,11 @@ class Engine:
         """Return whether any request is still to be served, or to be read from `run`."""
         return not self._arrivals.is_empty or bool(self.scheduler.waiting or self.scheduler.running or self._unread)
 
+    @property
+    def is_idle(self) -> bool:
+        """Return whether no request is to be served, and neither a step is under way nor posted news wait for one."""
+        return not (self.has_requests or self._in_flight or any(self._agreement.posted))
+
     def prompt(self, content: str | Sequence[int], cache_salt: _Salt = "") -> Prompt:
         """Check a prompt, a text or token ids, that several requests may share.
 

@@ -5,13 +5,13 @@ are compiled.
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from importlib.util import find_spec
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from dcpmla.extras import install, missing
 from dcpmla.runtime.grammar import Grammar
 from dcpmla.runtime.request import Request
 
@@ -257,5 +257,5 @@ class Grammars:
 
 def check_extra() -> None:
     """Raise ValueError unless the extra of grammars is installed."""
-    if find_spec("llguidance") is None:
-        raise ValueError("grammar needs the extra structured: pip install 'dcpmla[structured]'")
+    if missing("structured"):
+        raise ValueError(f"grammar needs the extra structured: {install('structured')}")

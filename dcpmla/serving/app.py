@@ -119,10 +119,10 @@ class Api:
 
     async def _completion(self, body: CompletionBody) -> tuple[Answers, SamplingParams]:
         """Return the form of the answers to a body, and the parameters of its requests."""
-        texts = self._texts(body.model)
-        max_tokens = _NUM_NEW if body.token_limit is None else body.token_limit
-        num_new, echo, adds_special = max(1, max_tokens), bool(body.echo), body.add_special_tokens is not False
-        num_kept = body.num_kept_tokens(self._engine.ready().model.max_model_len, num_new)
+        texts, longest = self._texts(body.model), self._engine.ready().model.max_model_len
+        limit = body.limit(longest, "")
+        num_new, echo = max(1, _NUM_NEW if limit is None else limit), bool(body.echo)
+        adds_special, num_kept = body.add_special_tokens is not False, body.num_kept_tokens(longest, num_new)
         prompt_logprobs = [num for num in (body.logprobs if echo else None, body.prompt_logprobs) if num is not None]
         params = body.params(num_new, body.logprobs, max(prompt_logprobs, default=None))
         self._engine.check_room(len(body.prompts) * body.num_choices, num_counted=1)
@@ -174,7 +174,8 @@ class Api:
     async def _conversation(self, body: Chat, reply: MakeReply[Chat]) -> tuple[Reply, SamplingParams]:
         """Return the form of the answer to a body of any route, and the parameters of its requests."""
         texts, chats, sampling = self._texts(body.model), self._chats, body.sampling
-        longest, limit = self._engine.ready().model.max_model_len, sampling.token_limit
+        longest = self._engine.ready().model.max_model_len
+        limit = sampling.limit(longest, body.limit_name)
         num_kept = sampling.num_kept_tokens(longest, limit or 1)
         conversation = body.conversation()
         prompts = [await chats.prompt(conversation, body.adds_special_tokens, num_kept)]
@@ -240,12 +241,15 @@ class Api:
             num_characters=num_kept_characters + num_entries,
             move=move,
         )
+        request.state.generation = generation
         reply.drop_prompts()
+        room, asked = longest - max(lengths), body.sampling.token_limit
+        headers = [] if asked is None or asked <= room else [(b"dcpmla-max-tokens", str(room).encode())]
         if body.stream:
-            return EventStream(generation, events(generation, reply, ending))
+            return EventStream(generation, events(generation, reply, ending), headers)
         with generation:
             value = await under(request, collect(generation, reply, ending))
-        return WholeAnswer(value)
+        return WholeAnswer(value, headers)
 
     async def _refuse(self, request: Request, error: Exception) -> Response:
         match error:

@@ -3,7 +3,7 @@
 Source: OpenAI's API reference for chat completions; fields beyond it carry vLLM's names.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import StringConstraints
 
@@ -19,7 +19,13 @@ Effort = Annotated[str, StringConstraints(min_length=1, max_length=32)]
 
 
 class ChatRequest(RequestFields):
-    """A body of any route that continues a conversation."""
+    """A body of any route that continues a conversation.
+
+    Attributes:
+        limit_name: Name of its limit of new tokens; empty for those of completions.
+    """
+
+    limit_name: ClassVar[str] = ""
 
     @property
     def adds_special_tokens(self) -> bool:

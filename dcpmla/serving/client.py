@@ -1,6 +1,7 @@
 """The HTTP process's end of the engine: submitted requests and their outputs."""
 
 import asyncio
+import logging
 import time
 from asyncio import StreamReader
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -42,6 +43,7 @@ from dcpmla.serving.reading import RequestText
 _SILENCE = 10.0  # seconds without a step after which the ranks count as stuck
 _MOMENT = 0.1  # seconds in which the work for clients that have just left ends, and between two looks at the rest
 _RETRY_AFTER = {"Retry-After": "1"}  # seconds
+_logger = logging.getLogger(__name__)
 WAITING_TOKENS = 1 << 23  # Limit of open requests' prompt tokens beyond the cache's capacity.
 
 
@@ -159,9 +161,10 @@ class Engine:
         Raises:
             ApiError: The queue is full.
         """
-        num_tokens = sum(map(len, prompts)) + num_characters
+        num_prompt_tokens, prepared = sum(map(len, prompts)), self.ready()
+        num_tokens = num_prompt_tokens + num_characters
         self.check_room(len(prompts) * num_choices, num_tokens)
-        generation, prepared = Generation(self, time.monotonic() + seconds, num_tokens), self.ready()
+        generation = Generation(self, time.monotonic() + seconds, num_tokens, num_prompt_tokens)
         self._num_tokens += num_tokens
         for number, prompt in enumerate(prompts):
             request_ids = list(islice(self._ids, num_choices))
@@ -175,7 +178,7 @@ class Engine:
             if prepared.tokenizer is not None:
                 generation.texts |= {each: RequestText(prepared.tokenizer, own, prompt) for each in request_ids}
             self.outbox.submit(Submit(request_ids, seeds, prompt, own, cache_salt, move))
-            self.metrics.prompt_tokens.inc(len(prompt) * num_choices)
+            generation.timings.num_prompt_tokens |= dict.fromkeys(request_ids, len(prompt))
         return generation
 
     def abandon(self, generation: "Generation") -> None:
@@ -200,10 +203,13 @@ class Engine:
     async def finish(self, seconds: float) -> None:
         """Once the job is to stop, leave open requests some seconds, then abort them, and let the ranks end."""
         await self.drain.wait()
+        _logger.info("stopping: %d open requests have %g s (--drain-seconds)", len(self._open), seconds)
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self._open:
                     await asyncio.sleep(_MOMENT)
+        if self._open:
+            _logger.info("%d requests end with 503", len(self._open))
         self.outbox.abort(self._open)
         self._end_all("abort")
         self.outbox.send(Close())
@@ -276,21 +282,36 @@ class Generation(AbstractContextManager["Generation"]):
 
     Attributes:
         num_tokens: Tokens that count towards the engine's limit.
+        num_prompt_tokens: Tokens of the prompts, each once.
         indices: Index of each request's answer, by id.
         queue: Outputs that are not read yet.
         texts: Text of each request, by id; empty without a tokenizer.
+        timings: Times of the requests.
+        failure: Status of the error that ended a stream; None for none.
     """
 
-    def __init__(self, engine: Engine, deadline: float, num_tokens: int) -> None:
+    def __init__(self, engine: Engine, deadline: float, num_tokens: int, num_prompt_tokens: int) -> None:
         self._engine, self._deadline, self.num_tokens = engine, deadline, num_tokens
+        self.num_prompt_tokens = num_prompt_tokens
+        self.failure: int | None = None
         self.indices: dict[int, int] = {}
         self.queue: asyncio.Queue[Output] = asyncio.Queue()
-        self._timings = Timings(time.monotonic())
+        self.timings = Timings(time.monotonic())
         self._scores: dict[int, list[Output]] = {}  # pieces of prompts' log probabilities, by id
         self.texts: dict[int, RequestText] = {}
 
     def __exit__(self, *exception: object) -> None:
         self._engine.abandon(self)
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Return the number of new tokens so far, of all requests."""
+        return sum(num_tokens for _, num_tokens in self.timings.first.values())
+
+    @property
+    def first_token_time(self) -> float | None:
+        """Return the time of the first new token of any request; None without one."""
+        return min((first for first, _ in self.timings.first.values()), default=None)
 
     def take(self, output: Output) -> None:
         """Take an output with its text. Log probabilities of a prompt wait for the first new token."""
@@ -299,7 +320,7 @@ class Generation(AbstractContextManager["Generation"]):
             return
         if pieces := self._scores.pop(output.request_id, None):
             output = joined([*pieces, output])
-        self._engine.metrics.observe(output, self._timings, time.monotonic())
+        self._engine.metrics.observe(output, self.timings, time.monotonic())
         self.queue.put_nowait(output)
 
     async def outputs(self) -> AsyncIterator[tuple[int, Output]]:

@@ -1,9 +1,7 @@
 """Limits of one client: a connection always has a deadline and a budget of bytes, whatever its state."""
 
 import asyncio
-import logging
 import resource
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +10,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 _NUM_HEADERS = 256
 _READ_BYTES = 256 << 10  # A client that reads this much of an answer gets `send_seconds` again.
 _OTHER_FILES = 64  # Files of the process that are no connections.
-_MOST_LINES = 10
 
 
 @dataclass(frozen=True)
@@ -45,23 +42,6 @@ def limit_connections(limits: Limits) -> Limits:
         num_files = min(num_files, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, hard))
     return replace(limits, num_connections=max(1, num_files - _OTHER_FILES))
-
-
-class FewLines(logging.Filter):
-    """A filter that passes the first equal lines of each minute, because clients without a key can cause any number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._minute, self._num_lines = 0.0, Counter[object]()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a line is written; the last one of a minute says that others are left out."""
-        if record.created >= self._minute + 60:
-            self._minute, self._num_lines = record.created, Counter()
-        number = self._num_lines[record.msg] = self._num_lines[record.msg] + 1
-        if number == _MOST_LINES:
-            record.msg = f"{record.msg} (Lines like this one are left out for a minute.)"
-        return number <= _MOST_LINES
 
 
 class Connection(HttpToolsProtocol):

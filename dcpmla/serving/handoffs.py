@@ -141,6 +141,7 @@ class Handoffs:
             seconds, salt = self._settings.request_timeout, body.cache_salt or ""
             move = Move(handoff=body.handoff, reader=body.engine)
             generation = self._engine.submit([body.prompt_token_ids], params, seconds, cache_salt=salt, move=move)
+            request.state.generation = generation
             body.prompt_token_ids = []  # The answer may take minutes.
             output = await under(request, _first(stack.enter_context(generation).outputs()))
         return JSONResponse({"token": token_json(output), "num_cached_tokens": output.num_cached_tokens})

@@ -15,16 +15,22 @@ from dcpmla.integrations.tokenizer import silence_transformers
 from dcpmla.serving.app import Api
 from dcpmla.serving.background import prepare
 from dcpmla.serving.client import Engine
-from dcpmla.serving.connections import Connection, FewLines, Limits, limit_connections
+from dcpmla.serving.connections import Connection, Limits, limit_connections
+from dcpmla.serving.few_lines import FewLines
 from dcpmla.serving.messages import BEAT
 from dcpmla.serving.metrics import Metrics
 from dcpmla.serving.outbox import Outbox
 from dcpmla.serving.prefills import Prefills
+from dcpmla.serving.request_log import RequestLog
 from dcpmla.serving.settings import Settings
+from dcpmla.serving.throughput import Throughput
 from dcpmla.serving.worker import Worker
 
 _FLUSH = 3  # Seconds for the remaining answers at the end.
 _BEAT = 5.0  # Seconds between two signs of life for the first rank, which waits 60.
+_LOAD_SECONDS = 10.0  # between two lines on the server's load
+
+_logger = logging.getLogger(__name__)
 
 
 class _Server(uvicorn.Server):
@@ -72,8 +78,10 @@ async def _serve(
     if settings.prefill_servers:
         prefills = Prefills(settings.prefill_servers, engine, settings.server_key)
         tasks.append(asyncio.create_task(prefills.run()))
+    few, app = FewLines(), Api(engine, settings, limits, worker, prefills).app()
+    tasks.append(asyncio.create_task(_say(Throughput(engine.metrics), few)))
     config = uvicorn.Config(
-        Api(engine, settings, limits, worker, prefills).app(),
+        app if settings.disable_access_log else RequestLog(app, few),
         http=partial(Connection, limits=limits, request_timeout=settings.request_timeout),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
@@ -82,7 +90,7 @@ async def _serve(
         server_header=False,
         timeout_graceful_shutdown=_FLUSH,
     )
-    logging.getLogger("uvicorn.error").addFilter(FewLines())
+    logging.getLogger("uvicorn.error").addFilter(few)
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
@@ -99,3 +107,12 @@ async def _beat(writer: asyncio.StreamWriter) -> None:
     while True:
         writer.write(BEAT)
         await asyncio.sleep(_BEAT)
+
+
+async def _say(throughput: Throughput, few: FewLines) -> None:
+    """Log the server's load while it is busy, and the numbers of lines that are left out."""
+    while True:
+        await asyncio.sleep(_LOAD_SECONDS)
+        if line := throughput.line():
+            _logger.info(line)
+        few.tell()

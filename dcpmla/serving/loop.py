@@ -65,7 +65,7 @@ class ServingLoop:
     def run(self) -> None:
         """Serve until the HTTP process, once the job is to stop, sends its last command. Collective."""
         while not self._is_closed or self._engine.has_requests:
-            if self._frontend is not None and not self._engine.has_requests:
+            if self._frontend is not None and self._engine.is_idle:
                 self._frontend.wait(_POLL if self._engine.has_transfers else _IDLE)
             commands = b"" if self._frontend is None else self._frontend.take()
             self._engine.post(News(commands, is_told=self._told.is_set() and not self._is_draining))

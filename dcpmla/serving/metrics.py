@@ -29,10 +29,12 @@ class Timings:
     """The times of requests that were submitted together, on this process's clock.
 
     Attributes:
+        num_prompt_tokens: Tokens of each request's prompt, by id.
         first: Time of each request's first token and the tokens so far, by id.
     """
 
     submitted: float
+    num_prompt_tokens: dict[int, int] = field(default_factory=dict)
     first: dict[int, tuple[float, int]] = field(default_factory=dict)
 
 
@@ -42,7 +44,6 @@ class Metrics:
     Attributes:
         requests: Finished requests, by the reason of their end.
         refused: HTTP requests that got an error, by status.
-        prompt_tokens: Tokens of prompts.
         local_prefills: Requests that no prefill server computes.
     """
 
@@ -53,7 +54,7 @@ class Metrics:
         histogram = partial(Histogram, namespace="dcpmla", buckets=_SECONDS, registry=self.registry)
         self.requests = counter("requests", "Finished requests, by why they ended.", ["finish_reason"])
         self.refused = counter("refused_requests", "HTTP requests that were refused, by status.", ["status"])
-        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
+        self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts that were computed or found.")
         self._cached_tokens = counter("cached_prompt_tokens", "Tokens of prompts that were cached already.")
         self._new_tokens = counter("generation_tokens", "New tokens.")
         self._totals = {name: counter(name, text, labels) for name, (text, *labels) in _TOTALS.items()}
@@ -68,6 +69,11 @@ class Metrics:
         self._first_token = histogram("time_to_first_token_seconds", "Seconds from a request to its first token.")
         self._per_token = histogram("time_per_output_token_seconds", "Seconds per token after a request's first one.")
         self._end_to_end = histogram("request_seconds", "Seconds from a request to its last token.")
+
+    def values(self) -> dict[str, float]:
+        """Return the values of metrics without labels, by their names less "dcpmla_"."""
+        samples = (sample for metric in self.registry.collect() for sample in metric.samples)
+        return {sample.name.removeprefix("dcpmla_"): sample.value for sample in samples if not sample.labels}
 
     def state(self, report: Report) -> None:
         """Take the engine's state."""
@@ -87,6 +93,7 @@ class Metrics:
         if output.request_id not in timings.first and output.num_tokens:
             timings.first[output.request_id] = now, 0
             self._first_token.observe(now - timings.submitted)
+            self._prompt_tokens.inc(timings.num_prompt_tokens[output.request_id])
             self._cached_tokens.inc(output.num_cached_tokens)
         first, num_tokens = timings.first.get(output.request_id, (now, 0))
         timings.first[output.request_id] = first, num_tokens + output.num_tokens

@@ -24,6 +24,7 @@ from dcpmla.serving.slices import slices
 
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 _NUM_JOINED = 256  # outputs of a whole answer that are read at once
+Headers = Sequence[tuple[bytes, bytes]]
 T = TypeVar("T")
 Ending = Callable[[Output], Json]  # function of fields of an answer, of a stream in its last chunk, that needs the end
 
@@ -141,6 +142,7 @@ async def events(generation: Generation, answers: Reply, ending: Ending | None =
             for text in event(*chunks):
                 yield text
     except ApiError as error:
+        generation.failure = error.status
         for text in event(answers.error(error)):
             yield text
     else:
@@ -150,11 +152,11 @@ async def events(generation: Generation, answers: Reply, ending: Ending | None =
 
 
 class WholeAnswer(Response):
-    """A whole answer as JSON. One of several slices has no Content-Length."""
+    """A whole answer as JSON, with some headers. One of several slices has no Content-Length."""
 
-    def __init__(self, value: Json) -> None:
+    def __init__(self, value: Json, headers: Headers = ()) -> None:
         super().__init__()
-        self._value = value
+        self._value, self._more_headers = value, headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await while_connected(receive, self._send(send))
@@ -162,7 +164,7 @@ class WholeAnswer(Response):
     async def _send(self, send: Send) -> None:
         pieces = slices(self._value)
         text, following = next(pieces), next(pieces, None)
-        headers = [(b"content-type", b"application/json")]
+        headers = [(b"content-type", b"application/json"), *self._more_headers]
         if following is None:
             headers.append((b"content-length", str(len(text.encode())).encode()))
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -174,18 +176,18 @@ class WholeAnswer(Response):
 
 
 class EventStream(Response):
-    """A streamed answer; its requests end with it, or with its client."""
+    """A streamed answer, with some headers; its requests end with it, or with its client."""
 
-    def __init__(self, generation: Generation, events: AsyncIterator[str]) -> None:
+    def __init__(self, generation: Generation, events: AsyncIterator[str], headers: Headers = ()) -> None:
         super().__init__()
-        self._generation, self._events = generation, events
+        self._generation, self._events, self._more_headers = generation, events, headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._generation:
             await while_connected(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+        await send({"type": "http.response.start", "status": 200, "headers": [*_EVENTS, *self._more_headers]})
         async for text in self._events:
             await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
             await asyncio.sleep(0)

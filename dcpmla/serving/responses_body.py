@@ -4,7 +4,7 @@ Source: OpenAI's API reference of responses. What needs storage is refused by na
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -70,9 +70,11 @@ class ResponsesBody(ChatRequest):
     """A body of /v1/responses.
 
     Attributes:
-        max_output_tokens: Limit of new tokens; by default what `--max-model-len` leaves.
+        max_output_tokens: Limit of new tokens; by default what the prompt leaves of `--max-model-len`. More is treated
+            as more max_tokens are.
     """
 
+    limit_name: ClassVar[str] = "max_output_tokens"
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: str | None = None
     tools: Tools | None = None

@@ -94,8 +94,9 @@ class SamplingFields(StructuredFields):
     """Fields that both kinds of completions have; null is the default.
 
     Attributes:
-        max_tokens: Limit of new tokens; of completions 16 by default, of chats what `--max-model-len` leaves. Messages
-            need it. More than `--max-model-len` leaves is cut.
+        max_tokens: Limit of new tokens; of completions 16 by default, of chats what the prompt leaves of
+            `--max-model-len`. Messages need it. More than `--max-model-len` gets 400; more than the prompt leaves is
+            cut, and the answer's header `dcpmla-max-tokens` says to how many.
         max_completion_tokens: Limit of new tokens that wins over max_tokens.
         min_tokens: Number of new tokens before which no end-of-sequence or stop token is chosen, and that contain no
             stop string; at most max_tokens.
@@ -128,6 +129,20 @@ class SamplingFields(StructuredFields):
     def token_limit(self) -> int | None:
         """Limit of new tokens that the client names, if it does."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def limit(self, max_model_len: int, name: str) -> int | None:
+        """Return the limit of new tokens that the client names, if it does.
+
+        Args:
+            name: Name of the limit in the route's body; empty for the names here.
+        Raises:
+            ApiError: No sequence has so many tokens.
+        """
+        limit = self.token_limit
+        if limit is not None and limit > max_model_len:
+            name = name or ("max_tokens" if self.max_completion_tokens is None else "max_completion_tokens")
+            raise wrong(name, f"is {limit:,}; prompt and new tokens together have at most {max_model_len:,} here")
+        return limit
 
     def num_kept_tokens(self, max_model_len: int, max_new_tokens: int) -> int | None:
         """Return how many of its last tokens a prompt keeps at most, None for all.

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Annotated
 
-from dcpmla.fields import Count, Rule, one_of, optional, tuple_of, whole
+from dcpmla.fields import FLAG, Count, Rule, one_of, optional, tuple_of, whole
 from dcpmla.integrations.transfers import ROLES
 from dcpmla.serving.chat.formats import FORMATS
 
+LOG_LEVELS = ("debug", "info", "warning", "error")
 _LOOPBACK = "localhost", "127.0.0.1", "[::1]"  # names in requests
 _URL = re.compile(r"https?://[^/?#\s]+/?")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#\s]+")
@@ -49,6 +50,9 @@ class ServeOptions:
         max_waiting: Limit of requests beyond the `--max-num-seqs` that run; more get 429 with `Retry-After`.
         request_timeout: Seconds after which a request ends with 504.
         drain_seconds: Seconds that running requests have after a SIGTERM.
+        log_level: Least important lines of the log that are written. "info" has a line for each request and, while the
+            server is busy, one on its load every ten seconds.
+        disable_access_log: Whether the log has no line for each request.
     """
 
     host: str = "127.0.0.1"
@@ -65,6 +69,8 @@ class ServeOptions:
     max_waiting: Count = 1024
     request_timeout: _Seconds = 3600
     drain_seconds: _Seconds = 25
+    log_level: Annotated[str, one_of(LOG_LEVELS)] = "info"
+    disable_access_log: Annotated[bool, FLAG] = False
 
     @property
     def server_key(self) -> str | None:

@@ -8,7 +8,7 @@ import json
 from collections import OrderedDict
 from typing import Any
 
-from dcpmla.extras import install, missing
+from dcpmla.extras import missing
 from dcpmla.runtime.grammar import Grammar
 from dcpmla.serving.background import Prepared
 from dcpmla.serving.errors import ApiError, wrong
@@ -123,7 +123,7 @@ def _grammar(kind: str, content: Any, path: str) -> Grammar:
 def check_support(field: str, model: Started) -> None:
     """Raise ApiError if no field may ask for a grammar: the extra is not installed, or the tokenizer is of no use."""
     if missing("structured"):
-        raise wrong(field, f"needs the extra structured: {install('structured')}")
+        raise wrong(field, "needs the extra structured, which is not installed on the server")
     if model.no_grammars:
         raise wrong(field, f"is not supported with this model's tokenizer: {model.no_grammars}")
 

@@ -8,7 +8,8 @@ import pytest
 
 from dcpmla.__main__ import build_parser
 from dcpmla.cli.field_options import texts_of
-from dcpmla.cli.options import add_engine_arguments, graph_lines, positive_list, share_list, token_ids
+from dcpmla.cli.options import add_engine_arguments, positive_list, share_list, token_ids
+from dcpmla.cli.start_report import graph_lines
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.runtime.sampling import SamplingParams

@@ -10,6 +10,7 @@ import pytest
 import transformers
 
 from dcpmla.__main__ import main
+from dcpmla.extras import install
 from tests.support.commands import mistake
 from tests.support.models import tiny_config
 from tests.support.plan_cases import FP8, LAYER, RESULTS, write
@@ -158,7 +159,7 @@ MISTAKES = {  # options -> words of the line
     "--kv-offloading-disk-size 3": (
         "kv_offloading_disk_size (--kv-offloading-disk-size) is 3; blocks reach disks through host memory"
     ),
-    "--machine h100x8": "choose a preset (h200x8) or a JSON file",
+    "--machine h100x3": "choose a preset (h100x1, h100x2, h100x4, h100x8, h100x16, h200x1,",
     "--measured nowhere.json": "--measured is nowhere.json",
     "--json /nowhere/out.json": "--json is /nowhere/out.json",
     "--plot plan.word": "its ending must be one of",
@@ -259,6 +260,27 @@ def test_command_compares_cuts_of_a_cluster(
     assert "not measured: they assume a network of 45 GB/s" in printed
 
 
+@pytest.mark.parametrize(
+    ("name", "num_gpus", "words"),
+    [
+        ("h200x4", 4, "measured on 1 to 8 H200s, but for what docs/planning.md names"),
+        ("h100x16", 16, "from the datasheet, at the shares that H200s reach; two hosts of 8, whose network is assumed"),
+        ("b200x1", 1, "from the datasheet, .* no kernels of its own for it"),
+    ],
+)
+def test_a_preset_says_where_its_numbers_are_from(
+    name: str, num_gpus: int, words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Without -tp all its GPUs are one group."""
+    config = write(tmp_path / "v3.json", {**transformers.DeepseekV3Config().to_dict(), "dtype": "bfloat16"})
+    out = tmp_path / "plan.json"
+    assert plan(config, f"--machine {name} --context 4096 --json {out}") == 0
+    assert re.search(rf"^numbers of the machine: {words}", capfd.readouterr().out, re.MULTILINE)
+    content = json.loads(out.read_text())
+    assert {setting["tp"] for setting in content["settings"]} == {num_gpus}
+    assert re.match(words, content["machine"]["source"])
+
+
 def test_notes_say_what_the_numbers_rest_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = write(
         tmp_path / "v3.json", {**transformers.DeepseekV3Config(quantization_config=FP8).to_dict(), "dtype": "bfloat16"}
@@ -279,4 +301,4 @@ def test_a_plot_without_matplotlib_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert plan(config_file, f"--plot {tmp_path / 'plan.png'}") == 2
-    assert "dcpmla[plot]" in mistake(capfd)
+    assert f"needs the extra plot: {install('plot')} (" in mistake(capfd)

@@ -1,8 +1,16 @@
 """Models from the Hugging Face hub, in a cache as huggingface_hub keeps it: revisions, and commits of all ranks."""
 
+import errno
 import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import huggingface_hub
 import pytest
@@ -14,6 +22,7 @@ from dcpmla.config import DCPConfig
 from dcpmla.integrations import model_files
 from dcpmla.integrations.model_files import find_commit, find_model
 from dcpmla.integrations.open_model import open_model
+from tests.support.launchers import environment
 from tests.support.models import save_tiny
 from tests.support.ranks import run_ranks
 from tests.support.whole_models import load_engine_on_rank
@@ -94,3 +103,84 @@ def test_llm_takes_a_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         LLM(MODEL, revision="v2", device="cpu")
     with LLM(MODEL, revision="v1", device="cpu", kv_cache_memory_bytes=1 << 20) as llm:
         assert len(llm.generate([[5, 6, 7]], use_tqdm=False)[0].token_ids) > 0
+
+
+@contextmanager
+def hub(status: int, headers: dict[str, str]) -> Iterator[str]:
+    """Serve a hub that gives one answer to everything; yield its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            for name, value in ({"content-length": "0"} | headers).items():
+                self.send_header(name, value)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def mistake() -> str:
+    """Return the cause in the message on a model that cannot be downloaded."""
+    start = f"model (--model) is {MODEL!r}: no such directory, and no such model could be downloaded: "
+    with pytest.raises(ValueError, match=f"^{re.escape(start)}") as raised:
+        find_model(MODEL)
+    return str(raised.value).removeprefix(start)
+
+
+ANSWERS = [
+    (401, {}, "401 from the hub: no such model, a private one, or a wrong token (HF_TOKEN)"),
+    (404, {"X-Error-Code": "RepoNotFound"}, "404 from the hub: no such model"),
+    (404, {"X-Error-Code": "RevisionNotFound"}, "404 from the hub, which has the model, but no such revision"),
+    (403, {"X-Error-Code": "GatedRepo"}, "it is gated; accept its terms on the hub"),
+    (403, {}, "403 from the hub: the token (HF_TOKEN) may not read it"),
+    (503, {}, "503 from the hub; try again later"),
+]
+
+
+@pytest.mark.parametrize(("status", "headers", "words"), ANSWERS)
+def test_a_download_that_fails_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, headers: dict[str, str], words: str
+) -> None:
+    with hub(status, headers) as address:
+        download = partial(huggingface_hub.snapshot_download, cache_dir=tmp_path, endpoint=address)
+        monkeypatch.setattr(model_files, "snapshot_download", download)
+        assert mistake().startswith(words)
+
+
+def test_a_download_without_a_network_says_so(tmp_path: Path) -> None:
+    """In a process of its own, as a user runs it: huggingface_hub reads variables when it is imported."""
+    with hub(200, {}) as address:
+        pass  # Nothing listens there any more.
+    command = [sys.executable, "-m", "dcpmla", "generate", "--model", MODEL, "--device", "cpu", "--prompt-ids", "5"]
+    env = environment() | {"HF_HUB_CACHE": str(tmp_path), "HF_ENDPOINT": address, "HF_TOKEN": "hf_secret"}
+    result = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert result.returncode == 2, result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("dcpmla: ")]
+    assert f"could be downloaded: no connection to {address} (" in line
+    assert line.endswith("), and the local cache has no such snapshot")
+    assert "hf_secret" not in result.stderr
+
+
+def test_offline_mode_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    download = partial(huggingface_hub.snapshot_download, cache_dir=tmp_path)
+    monkeypatch.setattr(model_files, "snapshot_download", download)
+    assert mistake() == "HF_HUB_OFFLINE is set, and the local cache has no such snapshot"
+
+
+def test_a_download_that_fills_the_disk_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(*args: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(model_files, "snapshot_download", fill)
+    with pytest.raises(ValueError, match="could be downloaded: .*No space left on device"):
+        find_model(MODEL)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"could be downloaded: it is no hub id \(NAME, or OWNER/NAME\)"):
+        find_model("a/b/c")

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dcpmla.extras import install
 from dcpmla.job.launcher import claimed_rank, find_launch_info
 
 TORCHRUN = {
@@ -183,7 +184,7 @@ WITHOUT_MPI = [
     (
         ALONE,
         None,
-        r"mpirun started this process, but mpi4py or its MPI library does not load .* pip install 'dcpmla\[mpi\]'",
+        "mpirun started this process, but mpi4py or its MPI library does not load .* " + re.escape(install("mpi")),
     ),
     ("OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2", FakeMPI("MPICH"), "mpi4py loads MPICH, but .* is Open MPI's"),
     (ALONE, FakeMPI("Open MPI"), "mpi4py loads Open MPI, but the mpirun that started this process is not Open MPI's"),

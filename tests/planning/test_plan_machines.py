@@ -17,6 +17,7 @@ from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.exchange import ExchangeCosts
 from dcpmla.planning.machine import H200X8, Collective, Direct, Machine
 from dcpmla.planning.measured import Row, calibrate, predict_row, read_rows
+from dcpmla.planning.presets import PRESETS
 from dcpmla.planning.recommend import make_plan
 from dcpmla.planning.weights import ModelSize
 from tests.support.plan_cases import (
@@ -328,3 +329,28 @@ def test_measured_steps_have_the_exchange_that_they_name(v3: ModelSize) -> None:
         assert predict_row(H200X8, v3, {**row, "part": "output"}) is None
     assert predict_row(H200X8, v3, layer_row("total", tp=8, dcp=8, exchange="other")) is None
     assert predict_row(H200X8, v3, layer_row("total", tp=8, exchange="none")) is not None
+
+
+def test_presets_are_1_to_16_gpus_of_three_kinds() -> None:
+    assert [*PRESETS] == [f"{gpu}x{number}" for gpu in ("h100", "h200", "b200") for number in (1, 2, 4, 8, 16)]
+    assert PRESETS["h200x8"] == H200X8
+    for name, machine in PRESETS.items():
+        assert machine.name == name
+        assert name.endswith(f"x{machine.num_gpus}")
+        assert machine.num_nodes(machine.num_gpus, machine.num_gpus) == (2 if machine.num_gpus == 16 else 1)
+        assert ("two hosts of 8, whose network is assumed: 45 GB/s" in machine.source) == (machine.num_gpus == 16)
+        assert machine.source.startswith("measured on" if "h200" in name else "from the datasheet")
+
+
+def test_presets_of_datasheets_by_hand() -> None:
+    """The published rates times the shares that H200s reach of theirs: 4.8 TB/s, 989 TFLOP/s, 450 GB/s each way."""
+    h100, b200 = PRESETS["h100x8"], PRESETS["b200x8"]
+    assert h100.hbm_gb_per_s == pytest.approx(3113, rel=1e-3)
+    assert (h100.matmul_tflops, h100.direct, h100.all_gather) == (700, H200X8.direct, H200X8.all_gather)
+    assert b200.hbm_gb_per_s == pytest.approx(7433, rel=1e-3)
+    assert b200.copy_gb_per_s == pytest.approx(4500, rel=1e-3)
+    assert (b200.matmul_tflops, b200.attention_tflops) == pytest.approx((1593, 1479), rel=1e-3)
+    assert b200.direct is not None
+    assert (b200.direct.gb_per_s, b200.all_to_all.gb_per_s, b200.nvlink_gb_per_s) == (550, 540, 900)
+    assert (b200.direct.gather_us, b200.kernel_us) == (4.0, 1.5)
+    assert [machine.memory_bytes / 2**30 for machine in (h100, b200)] == [79, 178]

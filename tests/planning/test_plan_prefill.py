@@ -26,9 +26,10 @@ from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.llm import LLM
 from dcpmla.planning.deployment import Deployment
-from dcpmla.planning.machine import H200X8, Machine, change_machine
+from dcpmla.planning.machine import H200X8, Machine
 from dcpmla.planning.mixed import MixedSteps
 from dcpmla.planning.prefill import PrefillCosts, kernel_rates, token_us
+from dcpmla.planning.presets import PRESETS
 from dcpmla.planning.recommend import make_plan
 from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
@@ -229,7 +230,7 @@ def test_an_engine_takes_the_limit() -> None:
 
 
 # An H100 reads 93 % of the published rate, as an H200 does.
-H100 = change_machine(H200X8, {"memory_bytes": 80 << 30, "hbm_gb_per_s": 3350 * 4460 / 4800}, "h100")
+H100 = PRESETS["h100x8"]
 ALONE = setting_of(1, 1)
 
 

@@ -1,5 +1,6 @@
 """Engines with a disk below a small host memory: every request gets the tokens that it gets alone."""
 
+import logging
 import multiprocessing
 import os
 import shutil
@@ -246,7 +247,10 @@ def test_host_memory_keeps_the_beginning_while_the_end_is_read(tmp_path: Path, m
     check_empty(engine)
 
 
-def test_no_request_waits_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_request_waits_for_a_disk_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     engine = engine_with_prompt_on_disk(late_disk(tmp_path, 40, num_polls=0))
     disk = disk_of(engine)
     disk._files.blocks._num_polls = 10**12
@@ -254,8 +258,29 @@ def test_no_request_waits_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pyt
     for prompt in (PROMPT, OTHERS[0], OTHERS[1]):
         assert answer(engine, prompt)[0].num_cached_tokens < FULL
     assert disk._num_reads == 1
+    assert caplog.messages == [
+        "the disk is not read for a request, whose tokens are computed: a reading has taken longer than 0.2 s"
+    ]
     for transfer in disk._files.blocks.busy.values():  # the disk is back
         transfer._num_polls = 0
+    check_empty(engine)
+
+
+def test_a_disk_that_host_memory_has_no_room_for_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    engine = engine_with_prompt_on_disk(late_disk(tmp_path, 40, num_polls=0))
+    host = engine.scheduler.tier.blocks
+    held = [*host._slots]
+    assert len(held) == host.num_slots
+    host.hold(held)
+    for level in ("INFO", "DEBUG"):
+        assert answer(engine, PROMPT)[0].num_cached_tokens == 0
+        engine.allocator.reset()
+        (record,) = caplog.records
+        assert record.levelname == level
+        assert record.getMessage().endswith("host memory has no room for it (--kv-offloading-size)")
+        caplog.clear()
+    host.release(held)
     check_empty(engine)
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import sys
 import threading
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dcpmla.comm.select import select_exchange
+from dcpmla.extras import install
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.transformers import load_model
 from dcpmla.parallel.mesh import init_mesh
@@ -357,7 +359,7 @@ def test_more_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
         )
     request = make_engine(9, model=RandomModel(), tokenizer=tokenizer_of("word_level")).add([1], params)
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ValueError, match=r"grammar needs the extra structured: pip install 'dcpmla\[structured\]'"):
+    with pytest.raises(ValueError, match=re.escape(f"grammar needs the extra structured: {install('structured')}")):
         make_engine(9, model=RandomModel(), tokenizer=TOKENIZER).add([1], params)
     assert request.finish_reason is None
 

@@ -8,7 +8,7 @@ import httpx2
 import pytest
 
 from dcpmla.serving.access import guarded
-from dcpmla.serving.connections import FewLines
+from dcpmla.serving.few_lines import FewLines
 from dcpmla.serving.settings import Settings
 from tests.serving.test_client import make_api, make_engine
 
@@ -64,14 +64,15 @@ def test_no_redirect_names_the_host_of_a_request() -> None:
         assert "location" not in response.headers
 
 
-def test_lines_that_strangers_cause_are_few(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("a server's")
-    logger.addFilter(few := FewLines())
+def test_lines_of_a_library_that_strangers_cause_are_few(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    now = [0.0]
+    logger, few = logging.getLogger("a server's"), FewLines(lambda: now[0])
+    logger.addFilter(few)
     for _ in range(1000):
         logger.warning("Invalid HTTP request received.")
     logger.warning("another line")
     assert len(caplog.records) == 11
-    assert "left out" in caplog.records[9].message
-    later = caplog.records[0]
-    later.created += 61
-    assert few.filter(later)
+    now[0] = 61.0
+    few.tell()
+    assert caplog.messages[11:] == ["Invalid HTTP request received: 990 more within a minute"]

@@ -15,7 +15,7 @@ from dcpmla.runtime.logprobs import Logprobs
 from dcpmla.runtime.request import MAX_UNSEEN_TOKENS, Request
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.loop import ServingLoop
-from dcpmla.serving.messages import LENGTH, Close, Command, Output, Report, Seen, Stop, Submit, pack
+from dcpmla.serving.messages import LENGTH, Abort, Close, Command, Output, Report, Seen, Stop, Submit, pack
 from dcpmla.serving.reading import RequestText
 from tests.support.hash_model import BLOCK, HashModel, Letters, alone, alone_ignoring_eos, make_engine
 
@@ -97,6 +97,29 @@ def test_choices_share_a_prompt_whose_blocks_are_hashed_once(monkeypatch: pytest
     assert hashed == [BLOCK] * 10
     assert len({id(request.prompt_token_ids) for request in requests}) == 1 < len(requests)
     assert all(tokens_of(frontend.of(request_id)) == alone(PROMPT, 3) for request_id in range(16))
+
+
+def test_a_request_after_an_abort_is_not_waited_with() -> None:
+    """A step of the aborted request is under way when it comes, whose message has left without its command."""
+
+    class Watching(Frontend):
+        """A frontend that counts the waits while a request that has come is not answered."""
+
+        num_late = 0
+
+        def wait(self, seconds: float) -> None:
+            has_come, is_answered = len(self._steps) <= num_left, bool(self.of(1))
+            self.num_late += has_come and not is_answered
+
+    num_left = 2  # lists of commands after the one that brings the request
+    for num_steps in range(5):
+        for num_between in range(3):
+            between: list[list[Command]] = [[] for _ in range(num_between)]
+            steps = [[submit([0], PROMPT)], *([] for _ in range(num_steps)), [Abort([0])], *between]
+            frontend: Any = Watching(*steps, [submit([1], PROMPT[:9])], [])
+            ServingLoop(make_engine(200), frontend).run()
+            assert tokens_of(frontend.of(1)) == alone(PROMPT[:9], 3)
+            assert not frontend.num_late, (num_steps, num_between)
 
 
 def test_salts_part_clients() -> None:

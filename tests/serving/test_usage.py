@@ -85,7 +85,7 @@ def value(metrics: Metrics, name: str, **labels: str) -> float | None:
 
 def test_times_and_ends_of_requests() -> None:
     """Two requests of one submission: their first tokens after 2 and 5 s, three and one tokens in all."""
-    metrics, timings = Metrics(), Timings(100.0)
+    metrics, timings = Metrics(), Timings(100.0, {1: 100, 2: 40, 3: 9, 4: 9})
     for now, output in (
         (102.0, Output(1, "a", (5,), num_cached_tokens=64)),
         (105.0, Output(2, "b", (6,), finish_reason="length", num_cached_tokens=32)),
@@ -94,6 +94,7 @@ def test_times_and_ends_of_requests() -> None:
     ):
         metrics.observe(output, timings, now)
     expected = {
+        "prompt_tokens_total": 140,
         "cached_prompt_tokens_total": 96,
         "generation_tokens_total": 4,
         "time_to_first_token_seconds_count": 2,

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from dcpmla.extras import needed_by
+from dcpmla.extras import install, needed_by
 from dcpmla.transfer.incoming import Incoming
 from dcpmla.transfer.outgoing import Outgoing
 from dcpmla.transfer.staging import allocate_staging
@@ -132,6 +132,6 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "dcpmla.transfer.nixl")
     for name in ("nixl", "nixl_cu12", "nixl_cu13"):
         monkeypatch.setitem(sys.modules, f"{name}._api", None)
-    message = re.escape("--role prefill needs the extra disaggregation: pip install 'dcpmla[disaggregation]'")
+    message = re.escape(f"--role prefill needs the extra disaggregation: {install('disaggregation')}")
     with pytest.raises(ImportError, match=message), needed_by("--role prefill"):
         importlib.import_module("dcpmla.transfer.nixl")
