@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from dcpmla.extras import needed_by
 from dcpmla.job.join import share_mistake
 from dcpmla.job.launcher import claimed_rank
+from dcpmla.job.local_ranks import end_with_parent
 from dcpmla.job.watchdog import Reported
 
 _COMMANDS = {  # modules of dcpmla.cli
@@ -44,9 +45,13 @@ class Parser(argparse.ArgumentParser):
                     action.help = f"{text.removesuffix('.')}. Default: %(default)s."
         return self
 
-    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
-        """Add the arguments, then parse as argparse does."""
-        return super(Parser, self.filled()).parse_known_args(*args, **kwargs)
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Add the arguments, then parse as argparse does. An option replaces a positional argument of its name."""
+        parser = self.filled()
+        given = {text.partition("=")[0] for text in args or ()}
+        replaced = {action.dest for action in parser._actions if given.intersection(action.option_strings)}
+        parser._actions[:] = [each for each in parser._actions if each.option_strings or each.dest not in replaced]
+        return super(Parser, parser).parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Raise ValueError."""
@@ -69,11 +74,21 @@ def _fill(parser: Parser) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit code."""
+    """Run a command; return its exit code.
+
+    Args:
+        argv: Arguments of the command; None takes the program's, which may then be run again for each rank of a job.
+    """
+    code: int | None = None
     try:
         with needed_by("this command"):
+            if argv is None:
+                end_with_parent(os.environ)
             args = build_parser().parse_args(argv)
-            code: int | None = args.run(args)
+            if argv is None and "launch" in args:
+                code = args.launch(args)
+            if code is None:
+                code = args.run(args)
     except Reported:
         return 2
     except ValueError as error:  # before the ranks are connected
@@ -82,6 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConnectionError as error:  # this rank could not connect to the others
         _say(str(error))
         return 1
+    except KeyboardInterrupt:  # before or after a watchdog
+        _say("was asked to stop (SIGINT)")
+        return 130
     return code or 0
 
 

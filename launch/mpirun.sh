@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # `generate` under mpirun, from one host: MPI starts the ranks, tells them who they are and where to meet; then torch takes over.
-#   HOSTS=node1,node2 RANKS=8 launch/mpirun.sh --model DIR -tp 16 -dcp 16 --prompt "..."
+#   HOSTS=node1,node2 RANKS=8 launch/mpirun.sh MODEL -tp 16 -dcp 16 --prompt "..."
 set -euo pipefail
 # Change: the hosts (reached over ssh; inside Slurm, PBS or LSF the scheduler's way), ranks (GPUs) of each.
 hosts=${HOSTS:-localhost} ranks=${RANKS:-8}

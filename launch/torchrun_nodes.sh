@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # `generate` over several hosts: the same line on each of them, in any order. One process of torchrun (an agent) a host starts its ranks.
-#   NODES=2 RANKS=8 HEAD=node1 launch/torchrun_nodes.sh --model DIR -tp 16 -dcp 16 --prompt "..."
+#   NODES=2 RANKS=8 HEAD=node1 launch/torchrun_nodes.sh MODEL -tp 16 -dcp 16 --prompt "..."
 set -euo pipefail
 # Change: hosts; ranks (GPUs) of each; the host where the agents meet, by a name or address that all of them reach; a port free there.
 nodes=${NODES:-2} ranks=${RANKS:-8} head=${HEAD:?set HEAD to the first host\'s name or address} port=${PORT:-29400}

@@ -21,7 +21,7 @@ def test_tables_are_current(page: Path) -> None:
 
 
 def test_a_table_has_the_options_of_a_group() -> None:
-    assert {page.name for page in PAGES} == {"options.md", "serving.md", "disaggregation.md"}
+    assert {page.name for page in PAGES} == {"options.md", "serving.md", "disaggregation.md", "launch.md"}
     text = render("a\n<!-- options: serve, server, port role -->\nold\n<!-- end of options -->\nb\n")
     assert "old" not in text
     assert "| `--port N` | Port to listen on; 0 is any that is free. " in text

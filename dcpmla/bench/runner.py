@@ -18,7 +18,7 @@ from dcpmla.bench.plots import check_outputs, grouped
 from dcpmla.bench.results import Row, add_commit_argument, dtype_name, write_results
 from dcpmla.bench.timing import Operation, TimeLimit, Timing, calls_over, time_operation, time_with_result
 from dcpmla.bench.words import comparisons, fields_of, name_of, named, results_of
-from dcpmla.cli.options import add_job_arguments, join, seconds, start
+from dcpmla.cli.options import add_host_arguments, add_job_arguments, join, seconds, start
 from dcpmla.job.bootstrap import Ranks, agree
 from dcpmla.job.faults import is_out_of_memory
 from dcpmla.job.join import LOAD_TIMEOUT, Job
@@ -212,6 +212,8 @@ def add_arguments(kind: type[Benchmark[Any, Any]], parser: argparse.ArgumentPars
     kind.add_arguments(parser)
     if not kind.has_engine:
         add_job_arguments(parser)
+        if kind.ranks_of == "tp":
+            add_host_arguments(parser)
     limit = None if kind.has_engine else _TIME_LIMIT
     add("--time-limit", type=seconds, default=limit, metavar="S", help="seconds after which no further case begins")
     add("--json", type=Path, metavar="OUT.json", help="write the rows")

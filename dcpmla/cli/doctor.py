@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dcpmla.bench.results import dtype_name
-from dcpmla.cli.options import add_job_arguments, join
+from dcpmla.cli.options import add_job_arguments, add_model, join
 from dcpmla.cli.output import align, check_writable, write_json
 from dcpmla.cli.rank_facts import RankFacts, find_facts
 from dcpmla.cli.self_tests import ExchangeTest, SelfTest, attention_self_tests, exchange_heads, judge
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     determinism = "also serve prompts in many ways with --deterministic, and compare their logits bit by bit"
     parser.add_argument("--determinism", action="store_true", help=determinism)
     model = "model of --determinism, a directory or a hub id; default: a small one of random weights"
-    parser.add_argument("--model", metavar="DIR_OR_ID", help=model)
+    add_model(parser, model, is_required=False)
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="write what was found")
 
 

@@ -3,24 +3,29 @@ engine (`EngineOptions`).
 """
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dcpmla.cli.field_options import add_fields, list_reader, reader
+from dcpmla.cli.field_options import add_fields, list_reader, reader, values_of
 from dcpmla.config import KV_CACHE_DTYPES, DCPConfig
 from dcpmla.fields import Rule, is_whole, number, whole
 from dcpmla.integrations.arguments import layout
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.job.bootstrap import DEVICES
+from dcpmla.job.hosts import Hosts
 from dcpmla.job.join import TIMEOUT, Job, check_num_ranks, join_ranks
 from dcpmla.job.launch_info import LaunchInfo
+from dcpmla.job.launcher import PARENT, is_started
+from dcpmla.job.local_ranks import run_local_ranks
 from dcpmla.planning.capacity import FORMATS
 
 # Fields of `DCPConfig` that `add_fields` does not add: two have options of their own, and the third has none.
 _APART = ("tensor_parallel_size", "decode_context_parallel_size", "context_workspace_tokens")
+_OWN = ("run", "launch", "node_rank", "master_addr")  # arguments that may differ between ranks
 
 if TYPE_CHECKING:  # these import transformers, which only commands that run a model need
     from dcpmla.comm.select import ChosenExchange
@@ -28,10 +33,25 @@ if TYPE_CHECKING:  # these import transformers, which only commands that run a m
     from dcpmla.runtime.engine import Engine
 
 
+def add_model(
+    parser: argparse.ArgumentParser, text: str, type: Callable[[str], Any] = str, is_required: bool = True
+) -> None:
+    """Add the model as a positional argument, and as --model.
+
+    Args:
+        text: Help of the argument.
+        type: Function that reads the value.
+        is_required: Whether the model must be given.
+    """
+    # Not `nargs="?"`: argparse would take the argument for missing where an option comes before it.
+    parser.add_argument("model", metavar="MODEL", type=type, help=text).required = is_required
+    parser.add_argument("--model", metavar="MODEL", type=type, help="the same")
+
+
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of a model, its layout and its engine."""
     add = parser.add_argument
-    add("--model", required=True, metavar="DIR_OR_ID", help="directory of a safetensors checkpoint, or a hub id")
+    add_model(parser, "directory of a safetensors checkpoint, or a hub id")
     add("--revision", metavar="REV", help="branch, tag or commit of a hub id; default: its main branch")
     tp = "ranks that cut the heads; all ranks of the job"
     add("-tp", "--tensor-parallel-size", type=int, default=1, metavar="N", help=tp)
@@ -49,6 +69,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add_fields(parser, EngineOptions, "engine")
     parser.set_defaults(cp_kv_cache_interleave_size=None)  # it depends on other options (`layout`)
     add_job_arguments(parser)
+    add_host_arguments(parser)
 
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,6 +78,33 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=DEVICES, default="auto", help="auto: GPUs where any is seen")
     timeout = "seconds in a step after which a rank counts as lost"
     add("--timeout", type=seconds, default=TIMEOUT, metavar="S", help=timeout)
+
+
+def add_host_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a job of -tp ranks that the command starts itself where no launcher has."""
+    add_fields(parser, Hosts, "hosts")
+    parser.set_defaults(launch=launch)
+
+
+def launch(args: argparse.Namespace) -> int | None:
+    """Run this program again for each rank of this host, unless it is one rank or a launcher has started the ranks.
+
+    Returns:
+        The exit code; None where this process is a rank.
+    Raises:
+        ValueError: Options of hosts that contradict each other or -tp, or that a launcher's ranks do not need.
+        ConnectionError: The port where the ranks meet is taken.
+    """
+    hosts, num_ranks = Hosts(**values_of(Hosts, args)), args.tensor_parallel_size
+    if is_started(os.environ, hosts.nnodes):
+        if hosts != Hosts() and PARENT not in os.environ:
+            raise ValueError(
+                f"nnodes (--nnodes) is {hosts.nnodes}, node_rank (--node-rank) {hosts.node_rank}, but a launcher has "
+                "started this rank; give the hosts to the launcher alone"
+            )
+        return None
+    hosts.check_ranks(num_ranks)
+    return run_local_ranks(num_ranks, hosts) if num_ranks > 1 else None
 
 
 def start(args: argparse.Namespace) -> AbstractContextManager[Job]:
@@ -72,7 +120,7 @@ def join(
     args: argparse.Namespace, check: Callable[[LaunchInfo], object] = lambda _: None
 ) -> AbstractContextManager[Job]:
     """Return the context of a block of a command among the ranks of its job (`join_ranks`)."""
-    arguments = {name: value for name, value in vars(args).items() if name != "run"}
+    arguments = {name: value for name, value in vars(args).items() if name not in _OWN}
     return join_ranks(args.device, args.timeout, arguments, check)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dcpmla.bench.plots import check_outputs
 from dcpmla.cli.field_options import add_fields, reader, values_of
-from dcpmla.cli.options import format_list, positive, positive_list
+from dcpmla.cli.options import add_model, format_list, positive, positive_list
 from dcpmla.cli.output import Section, write_json
 from dcpmla.cli.plan_prompts import PromptPlan
 from dcpmla.cli.plan_report import measured_report, plot, report
@@ -48,8 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.set_defaults(run=run)
     add = parser.add_argument
-    model = "a model's directory or its config.json; no weights needed"
-    add("--model", required=True, type=Path, metavar="DIR_OR_CONFIG", help=model)
+    add_model(parser, "a model's directory or its config.json; no weights needed", type=Path)
     machines = (
         f"a preset ({', '.join(PRESETS)}), a JSON file with a machine's numbers or with rows of bench layer or "
         "exchange, to which it is fitted; or a list, of which each item changes what comes before it"

@@ -18,7 +18,7 @@ class JobIdentity:
     """A job as all of its ranks, and no others, know it.
 
     Attributes:
-        launcher: One of torchrun, mpirun or srun.
+        launcher: One of dcpmla, torchrun, mpirun or srun.
         job: Slurm's job id, torchrun's run id (`--rdzv-id`) or the namespace of mpirun; empty where it has none.
         step: Slurm's step id, or empty.
         num_ranks: Number of ranks; torchrun may change it at a restart.

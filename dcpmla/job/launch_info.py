@@ -16,7 +16,7 @@ class LaunchInfo:
     """This process as its launcher numbers it.
 
     Attributes:
-        launcher: One of "torchrun", "mpirun", "srun" or "one process".
+        launcher: One of "dcpmla", "torchrun", "mpirun", "srun" or "one process".
         address: Host and port of the store where the ranks meet; None for one process.
         identity: Identity of the job there; None for one process.
         listener: Socket of rank 0 at that address, which reserves the port; None where the store opens it.
@@ -41,6 +41,7 @@ class LaunchInfo:
         else:
             # Without wait_for_workers: torch counts every process that connects, also one of another job.
             listener = self.listener.detach() if self.listener else None
-            options: Any = {"is_master": self.rank == 0, "master_listen_fd": listener}
+            is_server = self.rank == 0 and self.launcher != "dcpmla"  # whose first host's parent keeps the store
+            options: Any = {"is_master": is_server, "master_listen_fd": listener}
             store = dist.TCPStore(*self.address, timeout=timeout, wait_for_workers=False, **options)
         return open_round(store, self.identity, self.rank, timeout)

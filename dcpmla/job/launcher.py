@@ -1,8 +1,8 @@
-"""Launchers: detection of torchrun, mpirun, srun or none, of this process's rank and of the store where ranks meet.
+"""Launchers: detection of torchrun, mpirun, srun, this command or none, of this process's rank and of the ranks' store.
 
 torchrun's variables take precedence over mpirun's, and those over srun's, because each may start the one before it:
 torchrun's agents may be tasks of srun or mpirun, and mpirun's daemons tasks of srun. Combinations that cannot be such a
-pair are refused.
+pair are refused. The ranks that this command starts have torchrun's variables and one more.
 """
 
 import re
@@ -20,6 +20,7 @@ _MPIRUN = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_S
 _SRUN = ("SLURM_PROCID", "SLURM_NTASKS")
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # first id of batch scripts and interactive shells, which srun did not start
 _PORTS = range(20000, 32000)  # below the ephemeral ports
+PARENT = "DCPMLA_PARENT"  # the id of the process that started this rank, if that is this command
 
 Environment = Mapping[str, str]
 
@@ -43,6 +44,16 @@ def find_launch_info(env: Environment, timeout: timedelta) -> LaunchInfo:
     return LaunchInfo("one process", 0, 1, 0, 1)
 
 
+def is_started(env: Environment, nnodes: int) -> bool:
+    """Return whether this process is a rank already: this command or a launcher has started one process for each.
+
+    Under srun it is none where the step has a task for each of the job's hosts.
+    """
+    if any(name in env for name in _TORCHRUN) or _is_mpirun(env):
+        return True
+    return _is_srun(env) and env.get("SLURM_NTASKS") != str(nnodes)
+
+
 def claimed_rank(env: Environment) -> str | None:
     """Return the rank that a launcher's variables claim, unchecked, for messages before the ranks have met, or None."""
     if any(name in env for name in _TORCHRUN):
@@ -60,16 +71,18 @@ def _torchrun(env: Environment) -> LaunchInfo:
     num_ranks = _number(env, "WORLD_SIZE", 1)
     num_local = _number(env, "LOCAL_WORLD_SIZE", 1, num_ranks)
     rank, local_rank = _number(env, "RANK", 0, num_ranks - 1), _number(env, "LOCAL_RANK", 0, num_local - 1)
-    _check_agents(env, rank, num_ranks)
+    launcher = "dcpmla" if PARENT in env else "torchrun"
+    if launcher == "torchrun":
+        _check_agents(env, rank, num_ranks)
     if num_ranks == 1:
-        return LaunchInfo("torchrun", 0, 1, 0, 1)
+        return LaunchInfo(launcher, 0, 1, 0, 1)
     if not env.get("MASTER_ADDR"):
         raise ValueError(
             f"MASTER_ADDR is not set, but WORLD_SIZE is {num_ranks}; set it to the host of rank 0, as torchrun does"
         )
     address = env["MASTER_ADDR"], _number(env, "MASTER_PORT", 1, 65535)
-    identity = JobIdentity("torchrun", env.get("TORCHELASTIC_RUN_ID", ""), "", num_ranks)
-    return LaunchInfo("torchrun", rank, num_ranks, local_rank, num_local, address, identity)
+    identity = JobIdentity(launcher, env.get("TORCHELASTIC_RUN_ID", ""), "", num_ranks)
+    return LaunchInfo(launcher, rank, num_ranks, local_rank, num_local, address, identity)
 
 
 def _check_agents(env: Environment, rank: int, num_ranks: int) -> None:

@@ -9,14 +9,14 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
-from ipaddress import ip_address
 from typing import Any
 
 from dcpmla.extras import install
 from dcpmla.job.identity import JobIdentity
 from dcpmla.job.launch_info import LaunchInfo
+from dcpmla.job.rendezvous import listen_for_ranks
 
 _INSTALL = f"install both with: {install('mpi')}"
 # Kills its parent and says why, unless its input ends in time: then the parent is through, or gone.
@@ -47,7 +47,7 @@ def meet_over_mpi(host: str | None, wants_open_mpi: bool, job: str, rank: str, t
         world = MPI.COMM_WORLD
         local = world.Split_type(MPI.COMM_TYPE_SHARED)
         name = host or _own_name(local.size == world.size)
-        listener = _listen(name) if world.rank == 0 else None
+        listener = listen_for_ranks(name) if world.rank == 0 else None
         own = (name, listener.getsockname()[1], uuid.uuid4().hex) if listener else None
         host, port, nonce = world.bcast(own)
         identity = JobIdentity("mpirun", job, "", world.size, nonce)
@@ -110,16 +110,6 @@ def _deadline(rank: str, timeout: timedelta) -> Iterator[None]:
     finally:
         guard.stdin.close()
         guard.wait()
-
-
-def _listen(host: str) -> socket.socket:
-    """Listen on a free port of one address, if the others' name for this host is an address; otherwise of all."""
-    with suppress(ValueError, OSError):  # a name, or an address that a router translates
-        family = socket.AF_INET6 if ip_address(host).version == 6 else socket.AF_INET
-        return socket.create_server((host, 0), family=family)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
 
 
 def _own_name(alone: bool) -> str:

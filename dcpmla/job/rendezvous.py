@@ -7,8 +7,9 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from ipaddress import ip_address
 
 import torch.distributed as dist
 
@@ -17,6 +18,23 @@ from dcpmla.job.launch_info import LaunchInfo
 
 _GRACE = 5.0  # seconds past the timeout, for the store's client to report it first
 _RETRY = 0.5  # seconds between two look-ups of a host name
+
+
+def listen_for_ranks(host: str, port: int = 0) -> socket.socket:
+    """Listen on one address, if the others' name for this host is an address; otherwise on all of this host.
+
+    Args:
+        host: Name or address at which the others reach this host.
+        port: Port; 0 takes one that is free.
+    Raises:
+        OSError: The port is taken, or not allowed.
+    """
+    with suppress(ValueError, OSError):  # a name, or an address that a router translates
+        family = socket.AF_INET6 if ip_address(host).version == 6 else socket.AF_INET
+        return socket.create_server((host, port), family=family)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
 
 
 def meet(launch: LaunchInfo, timeout: timedelta) -> dist.Store:

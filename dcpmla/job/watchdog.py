@@ -30,8 +30,8 @@ from dcpmla.job.signals import StopSignals
 
 _GRACE = 5.0  # seconds that the store may take to answer
 _NO_STORE = (
-    "the job's store does not answer: who holds it, torchrun's agent or rank 0, is gone or stopped: see its log, "
-    f"then {RESTART}"
+    "the job's store does not answer: who holds it on the first host, the launcher or rank 0, is gone or stopped: "
+    f"see its log, then {RESTART}"
 )
 
 

@@ -29,8 +29,8 @@ class ServeOptions:
     Attributes:
         host: Address to listen on, of the first rank's host. 0.0.0.0 listens to other machines, too: give a key then.
         port: Port to listen on; 0 is any that is free. The line `serving on http://...` shows it.
-        served_model_name: Name of the model in `/v1/models`, by default `--model` as it is given. A request may name
-            this model or none.
+        served_model_name: Name of the model in `/v1/models`, by default MODEL as it is given. A request may name this
+            model or none.
         chat_template: File of a chat template in place of the model's, on the first rank's host.
         tool_call_parser: Format of tool calls in place of the model's, under vLLM's name.
         reasoning_parser: Format of reasoning in place of the model's, under vLLM's name.

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from dcpmla.__main__ import build_parser
+from dcpmla.__main__ import Parser, build_parser
 from dcpmla.cli.field_options import texts_of
 from dcpmla.cli.options import add_engine_arguments, positive_list, share_list, token_ids
 from dcpmla.cli.start_report import graph_lines
@@ -41,7 +41,7 @@ def test_lines_of_graphs(with_drafts: bool, mixed: bool, lines: list[str]) -> No
 
 def test_options_are_the_fields_of_layouts_and_engines() -> None:
     """Each with its default, and in the help with its text."""
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     add_engine_arguments(parser)
     args = vars(parser.parse_args(["--model", "m"]))
     actions = {action.dest: action for action in parser._actions}

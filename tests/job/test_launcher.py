@@ -52,6 +52,8 @@ VARIABLES = {
     "": ("one process", 0, 1, 0, 1),
     "torchrun": ("torchrun", 5, 8, 1, 4),
     "srun": ("srun", 5, 7, 1, 3),
+    # This command as a task of srun on each host.
+    "torchrun srun DCPMLA_PARENT=7": ("dcpmla", 5, 8, 1, 4),
     # A batch script and a shell on an allocated node have a task's variables, but are one process.
     "srun -SLURM_STEP_ID": ("one process", 0, 1, 0, 1),
     f"srun SLURM_STEP_ID={0xFFFFFFFA}": ("one process", 0, 1, 0, 1),

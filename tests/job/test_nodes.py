@@ -83,6 +83,14 @@ def test_torchrun(hosts: tuple[Host, Host], model: Path, one_process: list[list[
     assert read_tokens(out) == one_process
 
 
+def test_one_command(hosts: tuple[Host, Host], model: Path, one_process: list[list[int]], tmp_path: Path) -> None:
+    """The second host starts first, and reaches the store at the first one's address."""
+    out = tmp_path / "out.json"
+    argv = [sys.executable, *GENERATE, *options(model, out, 4), "--nnodes", 2, "--master-addr", hosts[0].address]
+    run_together([hosts[node].command([*argv, "--node-rank", node], {}) for node in (1, 0)])
+    assert read_tokens(out) == one_process
+
+
 def test_srun(hosts: tuple[Host, Host], model: Path, one_process: list[list[int]], tmp_path: Path) -> None:
     """Each node's tasks run in its namespace; the node list does not resolve here, so MASTER_ADDR gives the host."""
     out = tmp_path / "out.json"

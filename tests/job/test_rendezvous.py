@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from dcpmla.job.bootstrap import check_equal_arguments
 from dcpmla.job.launcher import find_launch_info
-from dcpmla.job.mpi import _listen, _own_name
-from dcpmla.job.rendezvous import meet
+from dcpmla.job.mpi import _own_name
+from dcpmla.job.rendezvous import listen_for_ranks, meet
 from tests.support.launchers import MEET, read_lines, run_forked, srun, unattended
 from tests.support.ranks import run_ranks
 
@@ -92,7 +92,7 @@ def test_equal_arguments() -> None:
 )
 def test_the_address_that_the_store_listens_at(host: str, addresses: set[str]) -> None:
     """Under mpirun: the one that other ranks are given, if it is one."""
-    with closing(_listen(host)) as listener:
+    with closing(listen_for_ranks(host)) as listener:
         address, port, *_ = listener.getsockname()
         assert address in addresses
         with socket.create_connection((host if address == host else "127.0.0.1", port), timeout=10):

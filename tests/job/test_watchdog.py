@@ -29,7 +29,7 @@ MISSING = (
 ASLEEP = (
     r"(been in|not come back from) decode step 2 for \d+ s, at watched_jobs.py:\d+ \(oversleep\); see what holds it"
 )
-NO_STORE = "the job's store does not answer: who holds it, torchrun's agent or rank 0, is gone or stopped"
+NO_STORE = "the job's store does not answer: who holds it on the first host, the launcher or rank 0, is gone or stopped"
 KILL, STOP, STEP_2 = partial(send, signal.SIGKILL), partial(send, signal.SIGSTOP), "in decode step 2"
 AGAIN = "run the same command again"
 

@@ -47,7 +47,7 @@ class Servers:
     def __init__(self, directory: Path, model: Path, stack: ExitStack) -> None:
         self._directory, self._model, self._stack = directory, model, stack
         self._port = free_port()
-        self._prefill, decode = command("torchrun --standalone --nproc-per-node")
+        self._prefill, decode = command("dcpmla serve")
         self.start()
         self.decode = self._serve([*without(decode, "--prefill-servers"), "--prefill-servers", self.prefill.url])
         self.wait_for_transfers()
@@ -57,9 +57,9 @@ class Servers:
         self.prefill = self._serve(self._prefill, self._port)
 
     def _serve(self, words: list[str], port: int | None = None) -> RunningServer:
-        num_ranks, *options = without(words, "-m", "--model", "--port")
-        options = [*options[1:], *MORE, "of servers"]
-        return self._stack.enter_context(serve(self._directory, self._model, int(num_ranks), *options, port=port))
+        num_ranks = int(words[words.index("-tp") + 1])
+        options = [*without(words[1:], "-tp", "--port"), *MORE, "of servers"]
+        return self._stack.enter_context(serve(self._directory, self._model, num_ranks, *options, port=port))
 
     def wait_for_transfers(self) -> None:
         """Wait until the decode server is connected, so that prompts are prefilled elsewhere."""
@@ -109,10 +109,10 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 
 def test_the_page_s_question(servers: Servers) -> None:
-    prefill, decode = command("torchrun --standalone --nproc-per-node")
+    prefill, decode = command("dcpmla serve")
     ((url, _, authorization, _, content),) = command("curl")
     ports = [int(words[words.index("--port") + 1]) for words in (prefill, decode)]
-    assert [ROOT / words[words.index("--model") + 1] for words in (prefill, decode)] == [NEEDLE, NEEDLE]
+    assert [ROOT / words[0] for words in (prefill, decode)] == [NEEDLE, NEEDLE]
     assert decode[decode.index("--prefill-servers") + 1] == f"http://127.0.0.1:{ports[0]}"
     assert url == f"http://127.0.0.1:{ports[1]}/v1/completions"
     assert authorization == "Authorization: Bearer $DCPMLA_API_KEY"

@@ -12,7 +12,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +29,8 @@ import dcpmla.serving.frontend as frontend_module
 from dcpmla.serving.connections import Connection, Limits, limit_connections
 from dcpmla.serving.frontend import Frontend, listen
 from dcpmla.serving.messages import BEAT, Close, pack
-from tests.support.launchers import ROOT, environment, free_port
+from tests.support.launchers import ROOT, environment, free_port, torchrun
+from tests.support.one_command import one_command
 from tests.support.ranks import start_process
 from tests.support.servers import NEEDLE, QUESTION, RunningServer, read_events, serve, wait_until_healthy
 from tests.support.waiting import LATE, wait_until
@@ -242,42 +242,69 @@ def page(*changes: tuple[str, str]) -> list[str]:
     return re.findall(r"^```\w*\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Any]:
-    """Run the page's first command, with what makes it small; yield the process, its address and the page's blocks."""
-    port = free_port()
-    small = f"--device cpu --port {port} --kv-cache-memory-bytes {4 << 20}"
-    start, *others = page((":8000", f":{port}"), ("--max-restarts", "--monitor-interval 0.2 --max-restarts"))
-    name, *words = shlex.split(f"{start} {small}")
-    assert name == "torchrun"
-    with (tmp_path / "output").open("wb") as output:
-        argv = [sys.executable, "-m", "torch.distributed.run", *words]
-        agent = psutil.Popen(argv, env=environment(), cwd=ROOT, stdout=output, stderr=output)
-    yield agent, f"http://127.0.0.1:{port}", others
-    for process in [*agent.children(recursive=True), agent]:
-        process.kill()
-    agent.wait()
-    assert "2 ranks, 2 of them on this host, started by torchrun, on CPUs" in (tmp_path / "output").read_text()
+SMALL = ["--kv-cache-memory-bytes", 4 << 20]
 
 
-def test_a_dead_rank_fails_all_requests_and_torchrun_starts_it_again(
-    job: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And the page's commands work."""
-    agent, url, (ask, use, *_) = job
-    wait_until_healthy(url, 90, agent.is_running)
-    # The first rank has children that serve HTTP.
-    (rank_1,) = (rank for rank in agent.children() if not rank.children())
-    with Reader.reading(url, 8000) as running:
-        rank_1.kill()
-        killed = time.monotonic()
+def check_failed_reader(running: "Reader") -> None:
+    """Check that a stream ended with an error, since a rank was killed."""
     last = json.loads(running.lines[-2].removeprefix("data: "))
     assert "error" in last, running.lines[-4:]
     assert (last["error"]["type"], last["error"]["code"]) == ("server_error", "rank_failed")
-    wait_until_healthy(url, 90, agent.is_running)
-    print(f"healthy {time.monotonic() - killed:.1f} s after the rank's death")
-    if shutil.which("curl"):
-        answer = subprocess.run(shlex.split(ask), capture_output=True, check=True, timeout=60).stdout
-        assert json.loads(answer)["choices"][0]["text"] == "123"
-    exec(use, {})
-    assert capsys.readouterr().out.splitlines()[-1].startswith("456 ")
+
+
+def test_the_pages_commands_and_a_dead_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first command starts two ranks; without one of them all requests fail, and all processes end."""
+    port = free_port()
+    command, ask, use, *_ = page((":8000", f":{port}"))
+    name, *words = shlex.split(command)
+    assert name == "dcpmla"
+    url = f"http://127.0.0.1:{port}"
+    with one_command(tmp_path / "job", *words, "--port", port, *SMALL) as job:
+        wait_until_healthy(url, 200, job.process.is_alive)
+        if shutil.which("curl"):
+            answer = subprocess.run(shlex.split(ask), capture_output=True, check=True, timeout=60).stdout
+            assert json.loads(answer)["choices"][0]["text"] == "123"
+        exec(use, {})
+        assert capsys.readouterr().out.splitlines()[-1].startswith("456 ")
+        assert "2 ranks, 2 of them on this host, started by dcpmla, on CPUs" in job.out
+        with Reader.reading(url, 8000) as running:
+            job.ranks()[1].kill()
+        check_failed_reader(running)
+        assert job.exit_code() == 128 + signal.SIGKILL
+        killed, missing = sorted(job.errors(), reverse=True)
+        assert killed.startswith("dcpmla: error: rank 1 was killed by SIGKILL: ")
+        assert re.match("dcpmla: error: rank 0 .* rank 1 is missing", missing)
+
+
+def test_the_command_is_told_to_stop(tmp_path: Path) -> None:
+    """Its ranks then finish the requests, and end in order."""
+    with one_command(tmp_path / "job", "serve", NEEDLE, "-tp", 2, "-dcp", 2, "--port", 0, *SMALL) as job:
+        job.wait_for("serving on ")
+        url = job.out.partition("serving on ")[2].splitlines()[0]
+        with Reader.reading(url, 60) as running:
+            job.send(signal.SIGTERM)
+        assert read_events(running.lines)[-1]["choices"][0]["finish_reason"] == "length"
+        assert job.exit_code() == 0
+        assert job.errors() == []
+
+
+def test_torchrun_starts_a_server_again(tmp_path: Path) -> None:
+    port = free_port()
+    program = ["-m", "dcpmla", "serve", NEEDLE, "-tp", 2, "-dcp", 2, "--port", port, "--device", "cpu", *SMALL]
+    argv = torchrun(program, 2, "--standalone", "--max-restarts", 3, "--monitor-interval", 0.2)
+    url = f"http://127.0.0.1:{port}"
+    with (tmp_path / "output").open("wb") as output:
+        agent = psutil.Popen(list(map(str, argv)), env=environment(), cwd=ROOT, stdout=output, stderr=output)
+    try:
+        wait_until_healthy(url, 200, agent.is_running)
+        # The first rank has children that serve HTTP.
+        (rank_1,) = (rank for rank in agent.children() if not rank.children())
+        with Reader.reading(url, 8000) as running:
+            rank_1.kill()
+        check_failed_reader(running)
+        wait_until_healthy(url, 200, agent.is_running)
+    finally:
+        for process in [*agent.children(recursive=True), agent]:
+            process.kill()
+        agent.wait()
+    assert "2 ranks, 2 of them on this host, started by torchrun, on CPUs" in (tmp_path / "output").read_text()

@@ -123,7 +123,7 @@ def run_program(argv: list[str], env: dict[str, str], *paths: Path) -> None:
     for descriptor, path in enumerate(paths, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     is_module = argv[0] == "-m"
-    sys.argv = argv[is_module:]
+    sys.argv, sys.orig_argv = argv[is_module:], [sys.executable, *argv]
     if is_module:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
