@@ -2,7 +2,7 @@
 
     python examples/chat/talk.py
 
-Starts `dcpmla serve` under torchrun, its cache sharded over 2 ranks, as a user would, and asks with the openai package.
+Starts `dcpmla serve`, its cache sharded over 2 ranks, as a user would, and asks with the openai package.
 """
 
 import argparse
@@ -39,9 +39,8 @@ def get_weather(city: str) -> dict[str, Any]:
 
 def command(device: str) -> list[str]:
     """Return the command that serves the model on a port that is free."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
-    serve = ["-m", "dcpmla", "serve", "--model", str(Path(__file__).parent / "model"), "--device", device]
-    return [*torchrun, *serve, "-tp", str(NUM_RANKS), "-dcp", str(NUM_RANKS), "--port", "0"]
+    serve = [sys.executable, "-m", "dcpmla", "serve", str(Path(__file__).parent / "model"), "--device", device]
+    return [*serve, "-tp", str(NUM_RANKS), "-dcp", str(NUM_RANKS), "--port", "0"]
 
 
 @contextmanager
@@ -51,10 +50,9 @@ def serving(argv: Sequence[str]) -> Iterator[str]:
     Raises:
         RuntimeError: The command has ended; with what it wrote last.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     with (
-        tempfile.TemporaryFile("w+") as errors,  # torchrun writes a traceback when it is told to end
-        subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process,
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
     ):
         try:
             assert process.stdout is not None

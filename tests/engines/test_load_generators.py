@@ -26,7 +26,7 @@ def read_commands() -> dict[str, list[str]]:
     )
     blocks = re.findall(r"^```\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
     commands = (shlex.split(block.replace("\\\n", " ")) for block in blocks)
-    return {words[0]: words for words in commands if words[0] != "torchrun"}
+    return {words[0]: words for words in commands if words[0] != "dcpmla"}
 
 
 COMMANDS = read_commands()

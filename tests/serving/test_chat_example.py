@@ -26,9 +26,9 @@ SERVE, CURL, SCRIPT = BLOCKS
 @pytest.fixture(scope="module")
 def url(monkeypatch_module: pytest.MonkeyPatch) -> Iterator[str]:
     """Run README's command, on a port that is free and with a small cache."""
-    torchrun, *words = shlex.split(SERVE)
-    assert torchrun == "torchrun"
-    argv = [sys.executable, "-m", "torch.distributed.run", *words]
+    program, *words = shlex.split(SERVE)
+    assert program == "dcpmla"
+    argv = [sys.executable, "-m", "dcpmla", *words]
     with talk.serving([*argv, "--port", "0", "--device", "cpu", "--kv-cache-memory-bytes", str(16 << 20)]) as address:
         yield address
 
