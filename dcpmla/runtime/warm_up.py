@@ -1,12 +1,16 @@
 """The warm-up: requests of every kind, served before the first real one, so that no request waits for compilation."""
 
+import logging
 import random
 from collections.abc import Callable, Iterable, Sized
+from contextlib import nullcontext
 from functools import partial
 
 import torch
 from tqdm import tqdm
 
+from dcpmla.parallel.collectives import is_failed_collective
+from dcpmla.runtime.capture import error_on_host_sync
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.graph_sizes import warm_up_sizes
@@ -15,6 +19,7 @@ from dcpmla.runtime.runner import StepRunner
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.speculation import Speculation
 
+_log = logging.getLogger(__name__)
 _PREFILL, _DRAFTED, _GREEDY = (SamplingParams(max_new_tokens=num, ignore_eos=True) for num in (1, 3, 8))
 _DRAWN = SamplingParams(
     max_new_tokens=8,
@@ -35,19 +40,28 @@ _DRAWN = SamplingParams(
 def rehearse(engine: Engine, graphs: Iterable[StepGraph], launched: Sized) -> list[list[Made]]:
     """Run steps of all kinds; return those that are the first to launch some kernel. Collective over the TP group.
 
+    Steps that read results on the host, as no kernel writes them, have no rehearsal: then all steps are returned.
+
     Args:
         engine: Engine over any cache, even of one block.
         graphs: Graphs that are not captured, whose sizes come first.
         launched: Kernels so far (`compilations.rehearsal`).
     """
-    for graph in graphs:
-        graph.rehearse()
     run, new = _step_of(engine), []
-    for step in made_steps(engine):
-        num_launched = len(launched)
-        run(step)
-        if len(launched) > num_launched:
-            new.append(step)
+    try:
+        with error_on_host_sync() if engine.model.device.type == "cuda" else nullcontext():
+            for graph in graphs:
+                graph.rehearse()
+            for step in made_steps(engine):
+                num_launched = len(launched)
+                run(step)
+                if len(launched) > num_launched:
+                    new.append(step)
+    except RuntimeError as error:
+        if is_failed_collective(error):
+            raise
+        _log.info("kernels are compiled one after the other: %s", error)
+        return [*made_steps(engine)]
     return new
 
 

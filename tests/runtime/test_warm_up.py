@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -85,3 +86,14 @@ def test_a_rehearsal_finds_the_first_step_with_each_kernel(with_graph: bool) -> 
     sizes = {sum(made.num_new for made in step) for step in made_steps(engine)}
     assert set(new) == sizes if not with_graph else set(new) < sizes
     assert [Made(0, 1)] in found or with_graph
+
+
+def test_steps_that_read_results_on_the_host_all_warm_up() -> None:
+    model = HashModel()
+    engine = make_engine(80, 64, 4, 100, model=model)
+
+    def hidden(*_: object) -> torch.Tensor:
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    model.hidden = hidden  # type: ignore[method-assign]
+    assert rehearse(engine, [], []) == [*made_steps(engine)]
