@@ -17,6 +17,7 @@ EXTRAS = {
     "plot": ("matplotlib",),
     "structured": ("llguidance",),
     "disaggregation": ("nixl",),
+    "events": ("zmq",),
 }
 
 

@@ -7,6 +7,7 @@ import os
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from dcpmla.cli.field_options import add_fields, values_of
@@ -20,9 +21,13 @@ from dcpmla.job.bootstrap import agree
 from dcpmla.job.join import LOAD_TIMEOUT
 from dcpmla.job.launcher import claimed_rank
 from dcpmla.serving.frontend import Frontend, listen
+from dcpmla.serving.kv_events import EventsConfig
 from dcpmla.serving.loop import ServingLoop, started
 from dcpmla.serving.messages import Opened
 from dcpmla.serving.settings import ServeOptions, Settings, is_loopback
+
+if TYPE_CHECKING:  # It needs the extra `events`.
+    from dcpmla.serving.kv_publisher import EventPublisher
 
 _KEY, _TRANSFER_KEY = "DCPMLA_API_KEY", "DCPMLA_TRANSFER_KEY"
 _logger = logging.getLogger(__name__)
@@ -32,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `serve`."""
     parser.set_defaults(run=run)
     add_engine_arguments(parser)
-    add_fields(parser, ServeOptions, "server")
+    add_fields(parser, ServeOptions, "server", changes={"kv_events_config": {"type": _read_events_config}})
 
 
 def run(args: argparse.Namespace) -> None:
@@ -44,7 +49,10 @@ def run(args: argparse.Namespace) -> None:
     options = _take_options(args)
     _check_role(options, dcp)
     frontend = _start_frontend(options, args.model)
+    publisher = None if frontend is None else _start_publisher(options.kv_events_config)
     with start(args) as job, ExitStack() as to_close:
+        if publisher is not None:
+            to_close.callback(publisher.close)
         job.watchdog.enter("reading the model's files", LOAD_TIMEOUT)
         with agree():
             files = open_model(args.model, args.max_model_len, args.revision)
@@ -61,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
                 os.environ.setdefault("UCX_NET_DEVICES", "lo")  # UCX listens for this host's servers alone
             with needed_by(f"--role {options.role}"):
                 link = link_engine(engine, files, options.role)
-        loop = ServingLoop(engine, frontend)
+        loop = ServingLoop(engine, frontend, publisher)
         job.watchdog.on_stop(loop.stop)
         if frontend is not None:
             frontend.send(started(engine, files, link))
@@ -150,6 +158,28 @@ def _start_frontend(options: ServeOptions, model: str) -> Frontend | None:
     settings = Settings(**vars(options), name=name, template=template)
     with listen(options.host, options.port) as listener:
         return Frontend(partial(serve_http, listener=listener, settings=settings), listener)
+
+
+def _start_publisher(config: EventsConfig | None) -> "EventPublisher | None":
+    """Start the publisher of the cache's changes, if the config asks for one.
+
+    Raises:
+        ValueError: ZeroMQ does not take an address, or the extra `events` is not installed.
+    """
+    if config is None or not config.is_enabled:
+        return None
+    with needed_by("kv_events_config (--kv-events-config)"):
+        from dcpmla.serving.kv_publisher import EventPublisher
+
+    return EventPublisher(config)
+
+
+def _read_events_config(text: str) -> EventsConfig:
+    """Read `--kv-events-config` for argparse."""
+    try:
+        return EventsConfig.read(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _read_template(path: str | None) -> str | None:

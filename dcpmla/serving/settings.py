@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Annotated
 
-from dcpmla.fields import Count, Rule, one_of, optional, tuple_of, whole
+from dcpmla.fields import Count, Rule, instance_of, one_of, optional, tuple_of, whole
 from dcpmla.integrations.transfers import ROLES
 from dcpmla.serving.chat.formats import FORMATS
+from dcpmla.serving.kv_events import EventsConfig
 
 _LOOPBACK = "localhost", "127.0.0.1", "[::1]"  # names in requests
 _URL = re.compile(r"https?://[^/?#\s]+/?")
@@ -49,6 +50,8 @@ class ServeOptions:
         max_waiting: Limit of requests beyond the `--max-num-seqs` that run; more get 429 with `Retry-After`.
         request_timeout: Seconds after which a request ends with 504.
         drain_seconds: Seconds that running requests have after a SIGTERM.
+        kv_events_config: JSON object with vLLM's fields, after which the first rank publishes which prefixes its cache
+            has. It needs the extra `events`.
     """
 
     host: str = "127.0.0.1"
@@ -65,6 +68,7 @@ class ServeOptions:
     max_waiting: Count = 1024
     request_timeout: _Seconds = 3600
     drain_seconds: _Seconds = 25
+    kv_events_config: Annotated[EventsConfig | None, optional(instance_of(EventsConfig))] = None
 
     @property
     def server_key(self) -> str | None:
