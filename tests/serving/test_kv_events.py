@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx2
@@ -21,6 +22,7 @@ zmq = pytest.importorskip("zmq")
 from dcpmla.serving.kv_publisher import EventPublisher  # noqa: E402
 
 BLOCK = 32  # tokens, over two ranks
+NUM_BLOCKS = 6  # of a prompt
 CACHE_BYTES = 1 << 18
 TOPIC = "kv@needle"
 END = (-1).to_bytes(8, "big", signed=True)
@@ -164,8 +166,9 @@ def router(ports: tuple[int, int]) -> Iterator[Router]:
     router.close()
 
 
-def text_of(number: int) -> str:
-    return " ".join(f"amber-cat{number} {number + index};" for index in range(60))
+def prompt_of(number: int) -> list[int]:
+    """Return the tokens of a prompt that begins as no other one."""
+    return Random(number).choices(range(100), k=NUM_BLOCKS * BLOCK + 5)
 
 
 def stored(number: int) -> Stored:
@@ -180,66 +183,61 @@ def test_a_router_knows_what_a_server_has(publishing: RunningServer, router: Rou
     """It predicts how many tokens each request finds, over evictions."""
     client = httpx2.Client(base_url=publishing.url, headers=AUTHORIZED, timeout=LATE)
 
-    def tokens(text: str) -> list[int]:
-        ids: list[int] = client.post("/tokenize", json={"prompt": text}).json()["tokens"]
-        return ids
-
-    def ask(text: str, salt: str = "") -> int:
-        body = {"prompt": text, "max_tokens": 1, "temperature": 0, **({"cache_salt": salt} if salt else {})}
+    def ask(prompt: Sequence[int], salt: str = "") -> int:
+        body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, **({"cache_salt": salt} if salt else {})}
         usage = client.post("/v1/completions", json=body).json()["usage"]
         cached: int = usage["prompt_tokens_details"]["cached_tokens"]
         return cached
 
-    def has_come() -> bool:
-        router.receive()
-        sent = publishing.metric('kv_event_batches_total{outcome="sent"}')
-        return bool(router.frames) and numbers_of(router.frames)[-1] >= sent - 1
+    def ask_and_follow(prompt: Sequence[int], salt: str = "") -> int:
+        """Ask, and wait for the event of the prompt's last block."""
+        num_cached = ask(prompt, salt)
 
-    def follow() -> None:
-        wait_until(has_come, "the last batch does not come")
-        router.take_all()
+        def has_come() -> bool:
+            router.receive()
+            router.take_all()
+            return len(router.find(prompt, salt)) == NUM_BLOCKS
+
+        wait_until(has_come, "the blocks of a prompt have no event")
+        return num_cached
 
     # A subscription takes a moment. What came before it is replayed.
     early = 1000
     while not router.frames:
-        ask(text_of(early := early + 1))
+        ask(prompt_of(early := early + 1))
         router.receive(200)
     router.frames[:0] = router.replay(0)[: numbers_of(router.frames)[0]]
 
-    first, ids = text_of(1), tokens(text_of(1))
-    num_blocks = (len(ids) - 1) // BLOCK
-    assert num_blocks > 2
-    assert ask(first) == 0
-    follow()
-    found = router.find(ids)
-    assert len(found) == num_blocks
+    first = prompt_of(1)
+    assert ask_and_follow(first) == 0
+    found = router.find(first)
+    assert len(found) == NUM_BLOCKS
     before = len(router.events)
-    assert ask(first) == num_blocks * BLOCK
-    assert ask(first, "secret") == 0
-    follow()
+    assert ask_and_follow(first) == NUM_BLOCKS * BLOCK
+    assert ask_and_follow(first, "secret") == 0
     stored = [event for event in router.events[before:] if isinstance(event, BlockStored)]
-    assert len(router.find(ids, "secret")) == num_blocks, "a salt makes other blocks"
-    assert [event.extra_keys for event in stored] == [[("secret",), *[None] * (num_blocks - 1)]]
+    assert len(router.find(first, "secret")) == NUM_BLOCKS, "a salt makes other blocks"
+    assert [event.extra_keys for event in stored] == [[("secret",), *[None] * (NUM_BLOCKS - 1)]]
     assert all(router.num_stored[each] == 1 for each in found), "a second request stores nothing"
 
     other = 2
     while any(each in router.blocks for each in found):
-        text = text_of(other := other + 1)
-        predicted = len(router.find(tokens(text))) * BLOCK
-        assert ask(text) == predicted == 0
-        follow()
-        assert other < 1000
-    assert ask(first) == 0, "all of it was removed"
-    follow()
-    assert router.find(ids) == found
-    assert [router.num_stored[each] for each in found] == [2] * num_blocks
-    for number_of_text in range(other - 4, other + 1):
-        text = text_of(number_of_text)
-        assert ask(text) == BLOCK * len(router.find(tokens(text)))
-        follow()
+        prompt = prompt_of(other := other + 1)
+        assert router.find(prompt) == []
+        assert ask_and_follow(prompt) == 0
+    assert ask_and_follow(first) == 0, "all of it was removed"
+    assert router.find(first) == found
+    assert [router.num_stored[each] for each in found] == [2] * NUM_BLOCKS
+    predicted = set[int]()
+    for number in range(other - 8, other + 1):
+        prompt = prompt_of(number)
+        predicted.add(num_found := len(router.find(prompt)))
+        assert ask_and_follow(prompt) == BLOCK * num_found
+    assert {0, NUM_BLOCKS} < predicted, "whole, gone, and in part"
 
     assert [frames[0] for frames in router.frames] == [TOPIC.encode()] * len(router.frames)
     assert numbers_of(router.frames) == list(range(len(router.frames)))
+    router.receive()
     assert router.replay(0) == router.frames
     assert router.replay(7) == router.frames[7:]
     batch = msgspec.msgpack.decode(router.frames[-1][2])
