@@ -333,7 +333,8 @@ class PrefixReuse:
     def _stored(self, request: Request, start: int, are_new: Sequence[bool]) -> Iterator[Stored]:
         """Yield the events of a request's blocks, for each run of neighbours that were not remembered before.
 
-        Blocks of new tokens whose rows differ from a prompt's (`Request.has_forms`) have no event: no prompt finds them.
+        Blocks of new tokens whose rows differ from a prompt's (`Request.has_forms`) have no event: no prompt finds
+        them.
 
         Args:
             start: Index of its first block.

@@ -206,7 +206,8 @@ class Api:
         """Return the form of the model's conversations."""
         settings, prepared = self._settings, self._engine.ready()
         formats = settings.tool_call_parser, settings.reasoning_parser
-        return Chats(prepared, settings.template, *formats, self._background, self._checks)
+        variables = settings.default_chat_template_kwargs or {}
+        return Chats(prepared, settings.template, *formats, variables, self._background, self._checks)
 
     async def _answer(
         self,

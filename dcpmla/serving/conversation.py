@@ -25,6 +25,7 @@ class Conversation:
         messages: Messages of chat completions; contents and arguments of calls are text.
         tool_use: Tools, and what the answer may do with them.
         variables: Variables of the template that the client gives.
+        defaults: Variables of the template that the server gives, where the client does not.
         thinking: Whether the model reasons first, None for the template's default.
         effort: Level of the reasoning's effort, None for the template's default.
         reasoning_field: Name of the field that asks for reasoning; empty if a model without it is fine.
@@ -35,6 +36,7 @@ class Conversation:
     messages: list[Json]
     tool_use: ToolUse = field(default_factory=ToolUse)
     variables: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     thinking: bool | None = None
     effort: str | None = None
     reasoning_field: str = ""

@@ -1,6 +1,6 @@
 """KV events as vLLM 0.33 publishes them: the prefixes that a server's cache has, for routers that send requests there.
 
-Batches travel as msgpack. Names, tags and defaults are vLLM's (vllm/distributed/kv_events.py, vllm/config/kv_events.py).
+Batches travel as msgpack. Names, tags and defaults are vLLM's: vllm/distributed/kv_events.py, vllm/config/kv_events.py.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -111,7 +111,9 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
     data_parallel_rank: int | None = None
 
 
-def published(events: Iterable[BlockEvent], block_tokens: int) -> Iterator[BlockStored | BlockRemoved | AllBlocksCleared]:
+def published(
+    events: Iterable[BlockEvent], block_tokens: int
+) -> Iterator[BlockStored | BlockRemoved | AllBlocksCleared]:
     """Yield the events of a cache as they are published; neighbouring removals are one event.
 
     Args:

@@ -15,7 +15,10 @@ _TOTALS = {
     "preemptions": ("Times that finished requests gave up their blocks.",),
     "draft_tokens": ("Drafts that steps have tried.",),
     "accepted_draft_tokens": ("Drafts that became tokens.",),
-    "kv_event_batches": ("Batches of KV events, of a step each; where the publisher's queue is full they are dropped.", "outcome"),
+    "kv_event_batches": (
+        "Batches of KV events, of a step each; where the publisher's queue is full they are dropped.",
+        "outcome",
+    ),
     "kv_offload_blocks": ("Blocks that were copied to and from a tier of memory.", "tier", "direction"),
     "kv_offload_bytes": ("Bytes of these copies on the first rank.", "tier", "direction"),
     "kv_offload_seconds": ("Seconds of these copies on the first rank.", "tier", "direction"),

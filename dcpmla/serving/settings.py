@@ -1,12 +1,12 @@
 """The options of a server (`ServeOptions`), and what its HTTP process has besides (`Settings`)."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Annotated
+from typing import Annotated, Any
 
-from dcpmla.fields import Count, Rule, instance_of, one_of, optional, tuple_of, whole
+from dcpmla.fields import OBJECT, Count, Rule, instance_of, one_of, optional, tuple_of, whole
 from dcpmla.integrations.transfers import ROLES
 from dcpmla.serving.chat.formats import FORMATS
 from dcpmla.serving.kv_events import EventsConfig
@@ -31,7 +31,8 @@ class ServeOptions:
         port: Port to listen on; 0 is any that is free. The line `serving on http://...` shows it.
         served_model_name: Name of the model in `/v1/models`, by default `--model` as it is given. A request may name
             this model or none.
-        chat_template: File of a chat template in place of the model's, on the first rank's host.
+        chat_template: File of a chat template in place of the model's, on the first rank's host, or its text.
+        default_chat_template_kwargs: JSON object of variables of the template, where a request does not give them.
         tool_call_parser: Format of tool calls in place of the model's, under vLLM's name.
         reasoning_parser: Format of reasoning in place of the model's, under vLLM's name.
         role: Part of the work: "prefill" computes prompts for servers with "decode" (docs/disaggregation.md); "both"
@@ -58,6 +59,7 @@ class ServeOptions:
     port: Annotated[int, Rule("a port in [0, 65535]", whole(0, 65535).holds)] = 8000
     served_model_name: str | None = None
     chat_template: str | None = None
+    default_chat_template_kwargs: Annotated[Mapping[str, Any] | None, optional(OBJECT)] = None
     tool_call_parser: _Format = None
     reasoning_parser: _Format = None
     role: Annotated[str, one_of(ROLES)] = "both"

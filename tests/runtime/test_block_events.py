@@ -40,7 +40,10 @@ def test_events_lead_to_what_is_found(num_blocks: int) -> None:
     num_kinds = dict.fromkeys((Stored, Removed), 0)
     for _ in range(12):
         for _ in range(5):
-            content = [*rng.choice(beginnings)[: rng.randrange(4 * BLOCK)], *rng.choices(range(28), k=rng.randrange(1, 9))]
+            content = [
+                *rng.choice(beginnings)[: rng.randrange(4 * BLOCK)],
+                *rng.choices(range(28), k=rng.randrange(1, 9)),
+            ]
             params = SamplingParams(max_new_tokens=rng.randrange(1, 3 * BLOCK), ignore_eos=True)
             engine.add(engine.prompt(content, rng.choice(["", "", "a"])), params)
         while engine.has_requests:
@@ -84,7 +87,9 @@ def test_new_tokens_with_forms_have_no_event() -> None:
     known = set[bytes]()
     follow(known, events)
     assert len(engine.allocator._by_key) > len(known) == 2
-    assert request.block_keys(0, 2, BLOCK) == [key for event in events if isinstance(event, Stored) for key in event.keys]
+    assert request.block_keys(0, 2, BLOCK) == [
+        key for event in events if isinstance(event, Stored) for key in event.keys
+    ]
 
 
 def test_nothing_is_kept_where_nobody_takes_it() -> None:

@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -149,7 +148,9 @@ def ports() -> tuple[int, int]:
 
 
 @pytest.fixture(scope="module")
-def publishing(model: Path, ports: tuple[int, int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def publishing(
+    model: Path, ports: tuple[int, int], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
     """Serve with a cache of few blocks."""
     endpoint, replay = (f"tcp://*:{port}" for port in ports)
     config = {"enable_kv_cache_events": True, "endpoint": endpoint, "replay_endpoint": replay, "topic": TOPIC}
@@ -361,5 +362,3 @@ def test_addresses_that_are_taken_are_refused(tmp_path: Path) -> None:
     other = EventsConfig(endpoint="ipc:///nowhere/at/all", replay_endpoint="x")
     with pytest.raises(ValueError, match="cannot bind"):
         EventPublisher(other)
-
-
