@@ -256,5 +256,5 @@ class Api:
                 found = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
             case _:
                 found = ApiError(500, "the server has made a mistake; its log says more")
-        self._engine.metrics.refused.labels(str(found.status)).inc()
+        self._engine.metrics.count("refused_requests", str(found.status))
         return found.response(request.url.path)

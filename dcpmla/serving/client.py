@@ -175,7 +175,8 @@ class Engine:
             if prepared.tokenizer is not None:
                 generation.texts |= {each: RequestText(prepared.tokenizer, own, prompt) for each in request_ids}
             self.outbox.submit(Submit(request_ids, seeds, prompt, own, cache_salt, move))
-            self.metrics.prompt_tokens.inc(len(prompt) * num_choices)
+            self.metrics.count("prompt_tokens", amount=len(prompt) * num_choices)
+            generation.timings.lengths |= dict.fromkeys(request_ids, len(prompt))
         return generation
 
     def abandon(self, generation: "Generation") -> None:
@@ -183,7 +184,7 @@ class Engine:
         unfinished = [request_id for request_id in generation.indices if request_id in self._open]
         for request_id in unfinished:
             self._end(request_id)
-            self.metrics.requests.labels("abort").inc()
+            self.metrics.count("requests", "abort")
         self.outbox.abort(unfinished)
         self._num_tokens -= generation.num_tokens
         generation.num_tokens = 0
@@ -222,6 +223,7 @@ class Engine:
                 case Started():
                     assert tokenizer is not None, "the ranks send Opened first"
                     self.prepared, self._last = Prepared(message, *await tokenizer), time.monotonic()
+                    self.metrics.describe(message)
                 case Wanted():
                     self.on_wanted(message)
                 case Drain():
@@ -279,13 +281,14 @@ class Generation(AbstractContextManager["Generation"]):
         indices: Index of each request's answer, by id.
         queue: Outputs that are not read yet.
         texts: Text of each request, by id; empty without a tokenizer.
+        timings: Times of its requests.
     """
 
     def __init__(self, engine: Engine, deadline: float, num_tokens: int) -> None:
         self._engine, self._deadline, self.num_tokens = engine, deadline, num_tokens
         self.indices: dict[int, int] = {}
         self.queue: asyncio.Queue[Output] = asyncio.Queue()
-        self._timings = Timings(time.monotonic())
+        self.timings = Timings(time.monotonic())
         self._scores: dict[int, list[Output]] = {}  # pieces of prompts' log probabilities, by id
         self.texts: dict[int, RequestText] = {}
 
@@ -299,7 +302,7 @@ class Generation(AbstractContextManager["Generation"]):
             return
         if pieces := self._scores.pop(output.request_id, None):
             output = joined([*pieces, output])
-        self._engine.metrics.observe(output, self._timings, time.monotonic())
+        self._engine.metrics.observe(output, self.timings, time.monotonic())
         self.queue.put_nowait(output)
 
     async def outputs(self) -> AsyncIterator[tuple[int, Output]]:

@@ -25,23 +25,23 @@ class Conversation:
         messages: Messages of chat completions; contents and arguments of calls are text.
         tool_use: Tools, and what the answer may do with them.
         variables: Variables of the template that the client gives.
-        defaults: Variables of the template that the server gives, where the client does not.
         thinking: Whether the model reasons first, None for the template's default.
         effort: Level of the reasoning's effort, None for the template's default.
         reasoning_field: Name of the field that asks for reasoning; empty if a model without it is fine.
         add_generation_prompt: Whether the prompt begins the answer.
         continue_final_message: Whether the prompt leaves the last message open.
+        defaults: Variables of the template that the server gives, where the client does not.
     """
 
     messages: list[Json]
     tool_use: ToolUse = field(default_factory=ToolUse)
     variables: Mapping[str, Any] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
     thinking: bool | None = None
     effort: str | None = None
     reasoning_field: str = ""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_characters(self) -> int:

@@ -199,6 +199,7 @@ class ServingLoop:
                 logprobs=_taken(request.logprobs),
                 finish_reason=request.finish_reason,
                 num_cached_tokens=request.num_cached_tokens,
+                queue_seconds=0.0 if request.scheduled_time is None else request.scheduled_time - request.arrival_time,
                 prompt_logprobs=_taken(request.prompt_logprobs),
             )
         )
@@ -251,6 +252,7 @@ def started(engine: Engine, files: ModelFiles, link: Peer | None = None) -> Star
         eos_token_ids=engine.grammars.eos_token_ids,
         no_grammars=engine.grammars.load(),
         link=None if link is None else Connect(*link),
+        block_tokens=sizes.block_tokens,
     )
 
 
@@ -260,9 +262,11 @@ def _totals(engine: Engine) -> dict[tuple[str, ...], float]:
     totals: dict[tuple[str, ...], float] = {
         ("compilations",): len(engine.compilations),
         ("preemptions",): stats.num_preemptions,
+        ("drafts",): stats.num_drafts,
         ("draft_tokens",): stats.num_draft_tokens,
         ("accepted_draft_tokens",): stats.num_accepted_tokens,
     }
+    totals |= {("accepted_draft_tokens_at", str(at)): number for at, number in enumerate(stats.num_accepted_at)}
     for labels, copies in () if engine.offload is None else engine.offload.totals().items():
         totals |= {(f"kv_offload_{name}", *labels): total for name, total in vars(copies).items()}
     for direction, side in () if handoffs is None else (("sent", handoffs.sent), ("received", handoffs.received)):

@@ -10,6 +10,7 @@ from dcpmla.fields import OBJECT, Count, Rule, instance_of, one_of, optional, tu
 from dcpmla.integrations.transfers import ROLES
 from dcpmla.serving.chat.formats import FORMATS
 from dcpmla.serving.kv_events import EventsConfig
+from dcpmla.serving.metric_names import METRICS_NAMES
 
 _LOOPBACK = "localhost", "127.0.0.1", "[::1]"  # names in requests
 _URL = re.compile(r"https?://[^/?#\s]+/?")
@@ -51,6 +52,8 @@ class ServeOptions:
         max_waiting: Limit of requests beyond the `--max-num-seqs` that run; more get 429 with `Retry-After`.
         request_timeout: Seconds after which a request ends with 504.
         drain_seconds: Seconds that running requests have after a SIGTERM.
+        metrics_names: Names of the measurements in `/metrics`: "dcpmla", or "vllm" for vLLM's names and labels where it
+            measures the same.
         kv_events_config: JSON object with vLLM's fields, after which the first rank publishes which prefixes its cache
             has. It needs the extra `events`.
     """
@@ -70,6 +73,7 @@ class ServeOptions:
     max_waiting: Count = 1024
     request_timeout: _Seconds = 3600
     drain_seconds: _Seconds = 25
+    metrics_names: Annotated[str, one_of(METRICS_NAMES)] = "dcpmla"
     kv_events_config: Annotated[EventsConfig | None, optional(instance_of(EventsConfig))] = None
 
     @property
