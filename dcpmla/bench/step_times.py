@@ -4,7 +4,6 @@ them, on the device: all of a step, its layers of experts alone, and the least t
 
 import argparse
 import time
-from array import array
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
@@ -32,9 +31,8 @@ from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.machine import H200X8
 from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
-from dcpmla.runtime.batch import Batch
 from dcpmla.runtime.engine import Engine
-from dcpmla.runtime.request import Request
+from dcpmla.runtime.made_steps import Made, made_batch
 from dcpmla.runtime.runner import StepRunner
 from dcpmla.runtime.sampling import SamplingParams
 
@@ -86,7 +84,7 @@ def mixed_times(engine: Engine, num_tokens: int, num_decodes: int, context: int,
     costs, device = engine.scheduler.costs, engine.model.device
     runner = StepRunner(engine.model, engine.cache, engine.dcp, engine.mesh.dcp_rank, costs, engine.grammars)
     mixed = engine.mixed_graph if in_graphs else None
-    batch = _batch(engine, num_tokens, num_decodes, context)
+    batch = made_batch(engine, [Made(context, 1)] * num_decodes + [Made(0, num_tokens - num_decodes)])
     batch.arrange(costs, 0 if mixed is None else mixed.max_whole_tokens)
     graph = runner.graph_of(batch, None, mixed)
 
@@ -99,25 +97,6 @@ def mixed_times(engine: Engine, num_tokens: int, num_decodes: int, context: int,
             return {"step_us": round(step_us, 1)}
         device_us = sum(event.self_device_time_total for event in profile_kernels(step).key_averages())
         return {"step_us": round(step_us, 1), "device_us": round(largest(device_us, device), 1)}
-
-
-def _batch(engine: Engine, num_tokens: int, num_decodes: int, context: int) -> Batch:
-    """Return decodes after a context, then the first tokens of a prompt; their blocks may be shared."""
-    batch, sizes = Batch(num_tokens), engine.cache.sizes
-
-    def add(index: int, num_cached: int, num_new: int, has_forms: bool = False) -> None:
-        request = Request(
-            [1 + index % 2] * (num_cached + num_new), SamplingParams(ignore_eos=True), has_forms=has_forms
-        )
-        blocks = -(-(num_cached + num_new) // sizes.block_tokens)
-        request.block_ids = array("q", ((index * blocks + block) % sizes.num_blocks for block in range(blocks)))
-        request.num_computed_tokens, request.state = num_cached, index if sizes.num_states else None
-        batch.add(request, num_new)
-
-    for index in range(num_decodes):
-        add(index, context, 1)
-    add(num_decodes, 0, num_tokens - num_decodes, engine.has_forms)
-    return batch
 
 
 # ---- steps on the device alone

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import psutil
 import torch
@@ -10,37 +9,26 @@ import torch.distributed as dist
 
 from dcpmla.attention.backends.choice import check_backends
 from dcpmla.attention.step.chunks import max_chunk_tokens
-from dcpmla.attention.step.metadata import StepBuilder
-from dcpmla.cache.blocks import BlockAllocator
-from dcpmla.cache.host import HostMemory
-from dcpmla.cache.layers import Cache
 from dcpmla.cache.plan import CachePlan
 from dcpmla.cache.states import num_states
 from dcpmla.cache.tier import HostTier
 from dcpmla.comm.select import ChosenExchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.decode_graphs import GraphMaker
+from dcpmla.integrations.engine_maker import EngineMaker
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.families.table import attention_of
-from dcpmla.integrations.model_size import read_model
 from dcpmla.integrations.offloading import check_scales, make_disk_tier, make_host_memory, open_folder
 from dcpmla.integrations.open_model import ModelFiles, check_layout, open_model, warn_of_unknown_tokens
 from dcpmla.integrations.sharded_model import ShardedModel
-from dcpmla.integrations.speculation import check_speculation, make_drafter, mtp_graphs
+from dcpmla.integrations.speculation import check_speculation
 from dcpmla.integrations.tier_speeds import measure, prefills
 from dcpmla.integrations.transformers import load_model
 from dcpmla.job.bootstrap import agree, check_equal_arguments
 from dcpmla.parallel.mesh import DCPMesh
-from dcpmla.planning.deployment import Deployment
-from dcpmla.planning.machine import H200X8
-from dcpmla.planning.prefill import PrefillCosts
-from dcpmla.planning.setting import Setting
 from dcpmla.runtime import compilations
-from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
 from dcpmla.runtime.costs import LoadCosts
 from dcpmla.runtime.engine import Engine
-from dcpmla.runtime.graph import StepGraph
-from dcpmla.runtime.scheduler import Scheduler
 from dcpmla.runtime.warm_up import warm_up
 
 _EMPTY_BLOCK_BYTES = 4096  # assumed size of a block in a model with only windows, which store nothing in blocks
@@ -85,61 +73,36 @@ def load_engine(
         formats = options.enable_expert_parallel, options.load_format, options.expert_dtype, has_mtp
         placed = dcp, mesh, chosen, options.torch_dtype, device
         sharded = load_model(files.directory, files.config, *placed, *formats)
-        costs = _piece_costs(files.config, dcp, options)
+        num_running = min(options.max_num_seqs, len(seq_lens)) if seq_lens else options.max_num_seqs
+        make = EngineMaker(sharded, files, dcp, options, num_running, on_step)
     if mesh.tp_rank == 0:
         warn_of_unknown_tokens(files)
-    num_running = min(options.max_num_seqs, len(seq_lens)) if seq_lens else options.max_num_seqs
-    lens = num_running, files.max_model_len, costs.tokens_per_request
-    mixed, *makers = _graph_makers(sharded, options, *lens)
-    is_captured = _captures(device, options)
+    new_kernels = make.rehearse(num_local_ranks)
     num_bytes = options.kv_cache_memory_bytes
     if num_bytes is None:
-        num_bytes = _free_bytes(sharded, options, num_local_ranks, [mixed, *makers] if is_captured else [])
+        num_bytes = _free_bytes(sharded, options, num_local_ranks, make.makers if make.is_captured else [])
     plan = _plan_cache(sharded, seq_lens, num_bytes, num_running, options.max_query_len - 1)
     with agree():
-        cache: Cache = plan.allocate(device)
+        cache = plan.allocate(device)
         memory, tier = make_host_memory(cache, options.kv_offloading_size, mesh.tp_size, num_local_ranks)
     folder = open_folder(options, files, plan, sharded)
     tier.disk = make_disk_tier(folder, memory, options, plan, mesh)
-    mixed_graph = mixed.capture(cache, on_step) if is_captured else None
-    graph, *captured = [maker.capture(cache, on_step) if is_captured else None for maker in makers]
-    mtp = [graph_of or maker.make(cache) for graph_of, maker in zip(captured, makers[1:], strict=True)]
-    method, num_drafts = options.speculative_method, options.num_speculative_tokens
-    drafter = make_drafter(method, num_drafts, sharded, cache, mtp)
-
-    def new_engine(memory: HostMemory | None, tier: HostTier, *load_costs: LoadCosts) -> Engine:
-        scheduler = _new_scheduler(plan, options, costs, tier, load_costs)
-        max_model_len, tokenizer = files.max_model_len, files.tokenizer
-        parts = graph, drafter, mixed_graph, memory
-        return Engine(sharded, cache, dcp, mesh, scheduler, max_model_len, tokenizer, on_step, *parts)
-
-    if _needs_warm_up(device, dcp):
+    parts = plan, cache, make.capture(cache)
+    if make.needs_warm_up:
         # An engine of its own: its blocks reach no disk, and the content of the disk's files stays known.
-        warm_up(new_engine(memory, HostTier(tier.blocks.num_slots, tier.states.num_slots)))
-    if memory is None:
-        return _watched(new_engine(None, tier))
-    limit = options.max_num_batched_tokens
-    # With scales from the first prompt, no prompt may run before. A profile runs all but attention.
-    prefill = (sharded.profile, limit) if dcp.calculate_kv_scales else prefills(new_engine(None, HostTier()))
-    speeds = measure(plan, memory, tier.blocks.num_slots, folder, *prefill, mesh)
-    return _watched(new_engine(memory, tier, *speeds.costs(plan, costs, limit, mesh.tp_rank == 0)))
-
-
-def _watched(engine: Engine) -> Engine:
-    """Name kernels that are compiled from now on, unless the first prompt is to compile them."""
-    if _needs_warm_up(engine.model.device, engine.dcp):
+        warm_up(make.engine(*parts, memory, HostTier(tier.blocks.num_slots, tier.states.num_slots)), new_kernels)
+    load_costs: Sequence[LoadCosts] = ()
+    if memory is not None:
+        limit = options.max_num_batched_tokens
+        # With scales from the first prompt, no prompt may run before. A profile runs all but attention.
+        is_profiled = dcp.calculate_kv_scales
+        prefill = (sharded.profile, limit) if is_profiled else prefills(make.engine(*parts, None, HostTier()))
+        speeds = measure(plan, memory, tier.blocks.num_slots, folder, *prefill, mesh)
+        load_costs = speeds.costs(plan, make.costs, limit, mesh.tp_rank == 0)
+    engine = make.engine(*parts, memory, tier, *load_costs)
+    if make.needs_warm_up:
         engine.compilations = compilations.watch()
     return engine
-
-
-def _captures(device: torch.device, options: EngineOptions) -> bool:
-    """Return whether steps are captured as CUDA graphs."""
-    return device.type == "cuda" and not options.enforce_eager
-
-
-def _needs_warm_up(device: torch.device, dcp: DCPConfig) -> bool:
-    """Return whether kernels are compiled before the first request; not where the first prompt sets the scales."""
-    return device.type == "cuda" and not dcp.calculate_kv_scales
 
 
 def _open(
@@ -161,31 +124,6 @@ def _open(
     alignment = attention_of(files.config).chunk_alignment(dcp)
     workspace = max_chunk_tokens(files.max_model_len, options.max_num_seqs, alignment)
     return files, replace(dcp, context_workspace_tokens=workspace)
-
-
-def _graph_makers(
-    model: ShardedModel, options: EngineOptions, num_running: int, max_model_len: int, tokens_per_request: int
-) -> tuple[GraphMaker, *tuple[GraphMaker, ...]]:
-    """Return the makers of the model's graphs of mixed steps and of decodes, then of its MTP module's.
-
-    Args:
-        num_running: Limit of requests that run at the same time.
-        tokens_per_request: Width of the pieces that absorbed attention cuts requests into.
-    """
-    num_seqs, limit = min(num_running, options.max_num_batched_tokens), options.max_num_batched_tokens
-    token = torch.zeros((), dtype=torch.int64, device=model.device)
-    sizes, query_len = (max_model_len, num_seqs), options.max_query_len
-
-    def new_mixed(cache: Cache, steps: StepBuilder, longest: int) -> StepGraph:
-        mesh = model.placement.mesh
-        return StepGraph.prompts(model, cache, steps, mesh, limit, num_seqs, longest, tokens_per_request)
-
-    mixed = GraphMaker("steps with prompts", new_mixed, model, *sizes, query_len - 1)
-    makers = [GraphMaker.decodes("decode steps", model, model.decode, token, *sizes, query_len)]
-    if options.speculative_method == "mtp":
-        model.keep_hidden_states(max(limit, num_seqs, MAX_DRAFT_ROWS))
-        makers += mtp_graphs(options.num_speculative_tokens, model, num_seqs, max_model_len)
-    return mixed, *makers
 
 
 def _plan_cache(
@@ -225,32 +163,3 @@ def _free_bytes(model: ShardedModel, options: EngineOptions, num_local_ranks: in
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)
     return max(0, free - step_bytes - graph_bytes - int(total * (1 - utilization)))
-
-
-def _new_scheduler(
-    plan: CachePlan, options: EngineOptions, costs: PrefillCosts, tier: HostTier, load_costs: Sequence[LoadCosts]
-) -> Scheduler:
-    """Return the scheduler over a cache and the tiers below it.
-
-    Args:
-        load_costs: Costs of loads from host memory and from disks; empty where all loads pay.
-    """
-    # The cache has fewer states if fewer requests are known to come.
-    max_num_seqs = min(options.max_num_seqs, plan.num_states or options.max_num_seqs)
-    limits = options.max_num_batched_tokens, max_num_seqs, options.enable_prefix_caching
-    return Scheduler(BlockAllocator.of(plan), *limits, costs, tier, *load_costs)
-
-
-def _piece_costs(config: Any, dcp: DCPConfig, options: EngineOptions) -> PrefillCosts:
-    """Return the modelled time of pieces of prompts.
-
-    All devices use an H200's times: the default limit compares them with each other, and all ranks must agree.
-    """
-    setting = Setting(
-        tp=dcp.tensor_parallel_size,
-        dcp=dcp.decode_context_parallel_size,
-        kv_cache_dtype="bf16" if dcp.kv_cache_dtype == "auto" else dcp.kv_cache_dtype,
-        enable_expert_parallel=options.enable_expert_parallel,
-    )
-    deployment = Deployment(H200X8, read_model(config), setting)
-    return PrefillCosts(deployment, options.max_num_batched_tokens, options.max_prefill_ms)

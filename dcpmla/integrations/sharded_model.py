@@ -1,7 +1,8 @@
 """A model under TP x DCP as the engine runs it."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -131,6 +132,30 @@ class ShardedModel:
             hidden_states = self.predict(rows, metadata.nth_token(index), cache)
             drafts.append(self.head.best(self._mtp.collapse(hidden_states)))
         return torch.stack(drafts, 1).flatten()
+
+    @contextmanager
+    def shortened(self) -> Iterator[None]:
+        """Leave out layers that launch the same kernels as an earlier one: the first stays, and one of each sort of the
+        others.
+        """
+        blocks = self.hidden_states.blocks
+        sorts = {self._sort(block): block for block in reversed(blocks[1:])}
+        kept = {id(block) for block in (blocks[0], *sorts.values())}
+        self.hidden_states.blocks = nn.ModuleList(block for block in blocks if id(block) in kept)
+        try:
+            yield
+        finally:
+            self.hidden_states.blocks = blocks
+
+    def _sort(self, block: Any) -> Hashable:
+        """Return what the kernels of a block depend on: its attention, its modules, the sizes of its weights."""
+        weights = (*block.named_parameters(), *block.named_buffers())
+        return (
+            self.attention.layers[block.layer],
+            getattr(block, "quantizes_output", False),
+            *((name, type(module)) for name, module in block.named_modules()),
+            *((name, weight.shape, weight.dtype) for name, weight in weights),
+        )
 
     def modules(self) -> list[nn.Module]:
         """Return the modules that have the model's weights."""

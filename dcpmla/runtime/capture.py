@@ -63,6 +63,10 @@ class GraphSet:
         for part in self._parts[size]:
             part(argument)
 
+    def compute(self, size: Hashable) -> None:
+        """Compute a size without what goes between its graphs. Collective over the TP group."""
+        self._compute(size, _skip)
+
     def capture(self, sizes: Sequence[Hashable], track: Track = iter) -> None:
         """Capture sizes, the largest first. Collective over the TP group.
 
@@ -101,14 +105,14 @@ class GraphSet:
         """Compute once, because a graph may not hold compiling, loading and first allocations."""
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._compute(size, _skip)
+            self.compute(size)
         torch.cuda.synchronize()
 
     def _host_sync(self, size: Hashable, stream: torch.cuda.Stream) -> str:
         """Return the line of code that waits for the GPU, "" for none: a capture would break off there."""
         try:
             with torch.cuda.stream(stream), error_on_host_sync():
-                self._compute(size, _skip)
+                self.compute(size)
         except RuntimeError as error:
             if is_failed_collective(error):
                 raise

@@ -1,10 +1,100 @@
-"""A watch over Triton's compiler: a kernel that is compiled while requests wait stalls them, so each is named."""
+"""Triton's compiler: what it compiles before an engine is ready, and a watch over what it compiles afterwards, because
+a kernel that is compiled while requests wait stalls them.
+"""
 
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
 
 _log = logging.getLogger(__name__)
+
+
+@contextmanager
+def rehearsal(rank: int, num_ranks: int, meet: Callable[[], object]) -> Iterator[set[object]]:
+    """Compile the kernels that a block launches, and launch none: threads compile while the block goes on. New memory
+    is zero, because no kernel writes what the block's other operations may read as indices.
+
+    Triton's cache on disk has the kernels afterwards, so the ranks of a host share them out. One that cannot be
+    compiled fails where it is launched.
+
+    Args:
+        rank, num_ranks: This rank among those that share a cache on disk, and their number.
+        meet: Function that returns when all ranks are in it.
+    Yields:
+        The kernels that the block has asked for so far, each with its specialization.
+    """
+    from triton import AsyncCompileMode  # triton exists on Linux only
+    from triton.runtime.jit import JITFunction
+
+    class Mode(AsyncCompileMode):
+        def submit(self, key: Any, compile_fn: Any, finalize_fn: Any, *others: Any) -> Any:
+            kernel = super().submit(key, compile_fn, finalize_fn, *others)
+            finalize_fn(kernel)  # or Triton 3.6 would digest the kernel's source at each further call
+            return kernel
+
+    asked: set[object] = set()
+    run = JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        compiled = run(kernel, *args, grid=grid, warmup=True, **options)
+        asked.add(compiled)
+        return compiled
+
+    with _SharedCompiler(rank, num_ranks) as threads, Mode(threads, ignore_errors=True):
+        try:
+            of_torch = patch.multiple(torch, empty=_zeroed(torch.empty), empty_like=_zeroed(torch.empty_like))
+            of_tensor = patch.object(Tensor, "new_empty", _zeroed(Tensor.new_empty))
+            with patch.object(JITFunction, "run", compile_only), of_torch, of_tensor:
+                yield asked
+            threads.finish_own()
+            meet()
+        finally:
+            threads.start_others()
+
+
+def _zeroed(new: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *args, **kwargs: new(*args, **kwargs).zero_()
+
+
+class _SharedCompiler(ThreadPoolExecutor):
+    """Threads that compile every num_ranks-th kernel at once, and the others when other ranks have compiled them."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        super().__init__(max(1, len(os.sched_getaffinity(0)) // num_ranks), "compiler")
+        self._rank, self._num_ranks = rank, num_ranks
+        self._own: list[Future[Any]] = []
+        self._others: list[tuple[Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Take a compilation; ranks ask for the same ones in the same order."""
+        if (len(self._own) + len(self._others)) % self._num_ranks == self._rank:
+            self._own.append(super().submit(fn, *args, **kwargs))
+            return self._own[-1]
+        self._others.append((Future(), lambda: fn(*args, **kwargs)))
+        return self._others[-1][0]
+
+    def finish_own(self) -> None:
+        """Wait for this rank's share."""
+        wait(self._own)
+
+    def start_others(self) -> None:
+        """Start the compilations of other ranks' kernels, which their share of the cache shortens."""
+        for future, compile_kernel in self._others:
+            super().submit(_fulfil, future, compile_kernel)
+
+
+def _fulfil(future: Future[Any], function: Callable[[], Any]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def watch() -> Sequence[str]:

@@ -10,6 +10,8 @@ from dcpmla.runtime.acceptance import Compared
 from dcpmla.runtime.request import Request
 
 if TYPE_CHECKING:
+    from dcpmla.attention.step.metadata import StepMetadata
+    from dcpmla.runtime.graph import StepGraph
     from dcpmla.runtime.in_flight import InFlightStep
 
 NO_DRAFT = -1  # replaces a missing draft: the model computes token 0, and it is rejected
@@ -62,6 +64,13 @@ class Drafter:
             Drafts of each request, at most its limit.
         """
         return Drafts.of([])
+
+    def follow(self, by: "StepGraph | StepMetadata") -> None:
+        """Run what drafting runs over a whole step, over arbitrary tokens; collective over the TP group.
+
+        Args:
+            by: What the step was run by.
+        """
 
     def compared(self, drafts: Tensor, sampled: Tensor, nums: Sequence[int]) -> Compared:
         """Return the numbers that decide whether drafts are accepted (`verify`): drafts and sampled tokens.

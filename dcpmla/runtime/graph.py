@@ -273,6 +273,11 @@ class StepGraph:
             raise ValueError(f"input_like is on {self._device}; only steps on a GPU can be captured")
         self._graphs.capture(self.sizes[::-1][:num_sizes], lambda sizes: self._cleared(track(sizes)))
 
+    def rehearse(self) -> None:
+        """Compute each size over padding, without graphs. Collective over the TP group."""
+        for size in self._cleared(self.sizes):
+            self._graphs.compute(size)
+
     def release(self) -> None:
         """Free the graphs (`GraphSet.release`); `run` computes eagerly from then on."""
         self._graphs.release()

@@ -84,6 +84,10 @@ class MtpDrafter(Drafter):
                 dist.broadcast(token_ids, group=self._mesh.tp_group, group_src=0)
         return Drafts(nums, token_ids)
 
+    def follow(self, by: StepGraph | StepMetadata) -> None:
+        """Run the module over a step (`Drafter.follow`)."""
+        self._run(by, torch.zeros(_metadata(by).num_tokens, dtype=torch.int64, device=self._model.device))
+
     def close(self) -> None:
         """Free the graphs."""
         self._graph.release()
@@ -95,18 +99,24 @@ class MtpDrafter(Drafter):
         Args:
             at: [n] rows of the tokens that new ones follow.
         """
-        by = previous.by
-        metadata = by.latest_metadata if isinstance(by, StepGraph) else by
-        token_ids = at.new_zeros(metadata.num_tokens)
+        token_ids = at.new_zeros(_metadata(previous.by).num_tokens)
         if previous.is_prefill:
             (following,) = upload([np.array(_following(previous), dtype=np.int64)], self._model.device)
             rows = previous.token_rows
             targets = slice(len(following)) if rows is None else rows  # in a decode graph's padded step
             token_ids[targets] = following
-        token_ids = token_ids.index_copy(0, at, previous.message.tokens)
-        inputs = self._model.join(token_ids, self._model.hidden_rows[: metadata.num_tokens])
+        return self._run(previous.by, token_ids.index_copy(0, at, previous.message.tokens))
+
+    def _run(self, by: StepGraph | StepMetadata, token_ids: Tensor) -> Tensor:
+        """Run the module over tokens in the layout of a step; return hidden states in the model's row order."""
+        inputs = self._model.join(token_ids, self._model.hidden_rows[: len(token_ids)])
         hidden_states = self._graph.follow(inputs, by) if isinstance(by, StepGraph) else None
-        return self._model.predict(inputs, metadata, self._cache) if hidden_states is None else hidden_states
+        return self._model.predict(inputs, _metadata(by), self._cache) if hidden_states is None else hidden_states
+
+
+def _metadata(by: StepGraph | StepMetadata) -> StepMetadata:
+    """Return the layout of a step that has run."""
+    return by.latest_metadata if isinstance(by, StepGraph) else by
 
 
 def _requests_of(drafting: Sequence[tuple[Request, int]]) -> StepRequests:

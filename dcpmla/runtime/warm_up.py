@@ -1,36 +1,20 @@
 """The warm-up: requests of every kind, served before the first real one, so that no request waits for compilation."""
 
 import random
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sized
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
-from dcpmla.runtime.batch import Batch
 from dcpmla.runtime.engine import Engine
+from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.graph_sizes import warm_up_sizes
-from dcpmla.runtime.request import Request
+from dcpmla.runtime.made_steps import Made, made_batch, made_steps
 from dcpmla.runtime.runner import StepRunner
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.speculation import Speculation
 
-
-class Made(NamedTuple):
-    """A request of a step that nobody has asked for: its cached and its new tokens, drafts among the new ones."""
-
-    num_cached: int
-    num_new: int
-    num_drafts: int = 0
-
-
-# New tokens of pieces after a context: few, some that absorbed attention cuts into pieces of several lengths, more.
-_PIECES = (3, 17, 33, 64, 129, 257, 1025, 1537)
-# Lengths and numbers of pieces beside a decode and a prompt that fills the step.
-_MIXED = ((2, 1), (64, 1), (33, 8), (257, 1))
-_DOCUMENT_TOKENS = 4096
 _PREFILL, _DRAFTED, _GREEDY = (SamplingParams(max_new_tokens=num, ignore_eos=True) for num in (1, 3, 8))
 _DRAWN = SamplingParams(
     max_new_tokens=8,
@@ -48,13 +32,34 @@ _DRAWN = SamplingParams(
 )
 
 
-def warm_up(engine: Engine) -> None:
+def rehearse(engine: Engine, graphs: Iterable[StepGraph], launched: Sized) -> list[list[Made]]:
+    """Run steps of all kinds; return those that are the first to launch some kernel. Collective over the TP group.
+
+    Args:
+        engine: Engine over any cache, even of one block.
+        graphs: Graphs that are not captured, whose sizes come first.
+        launched: Kernels so far (`compilations.rehearsal`).
+    """
+    for graph in graphs:
+        graph.rehearse()
+    run, new = _step_of(engine), []
+    for step in made_steps(engine):
+        num_launched = len(launched)
+        run(step)
+        if len(launched) > num_launched:
+            new.append(step)
+    return new
+
+
+def warm_up(engine: Engine, steps: Iterable[list[Made]]) -> None:
     """Serve prompts of all sizes alone, then more at once than a step takes, then prompts with all sampling parameters;
-    then compute steps of decodes and of pieces of prompts, in all numbers and after contexts of all lengths, which no
-    request had. Collective over the TP group.
+    then compute steps which no request had. Collective over the TP group.
 
     Its blocks have arbitrary tokens, so real requests need another engine over the same cache. The first rank shows a
     progress bar if it has a terminal.
+
+    Args:
+        steps: Steps that need kernels of their own (`rehearse`).
     """
     room = min(engine.max_model_len, engine.allocator.num_blocks * engine.allocator.block_tokens)
     longest = room - _GREEDY.max_new_tokens
@@ -72,15 +77,24 @@ def warm_up(engine: Engine) -> None:
             engine.add([0] * min(longest, 2 * engine.scheduler.max_num_batched_tokens), _PREFILL)
         for _ in engine.run():
             pass
-    runner = StepRunner(
-        engine.model, engine.cache, engine.dcp, engine.mesh.dcp_rank, engine.scheduler.costs, engine.grammars
-    )
-    for pieces in track([*_steps(engine, room)], unit="step"):
-        batch = made_batch(engine, pieces)
-        batch.arrange(engine.scheduler.costs, engine.scheduler.max_absorbed_tokens)
+    run = _step_of(engine)
+    for step in track([step for step in steps if max(made.num_cached + made.num_new for made in step) <= room]):
+        run(step)
+
+
+def _step_of(engine: Engine) -> Callable[[list[Made]], None]:
+    """Return the function that computes a step, and what a drafter computes over it."""
+    costs, drafter = engine.scheduler.costs, engine.speculation.drafter
+    runner = StepRunner(engine.model, engine.cache, engine.dcp, engine.mesh.dcp_rank, costs, engine.grammars)
+
+    def run(step: list[Made]) -> None:
+        batch = made_batch(engine, step)
+        batch.arrange(costs, engine.scheduler.max_absorbed_tokens)
         drafts = torch.zeros(batch.num_drafts, dtype=torch.int64, device=engine.model.device)
         graph = runner.graph_of(batch, engine.graph, engine.mixed_graph)
-        runner.start(batch, None, drafts if batch.num_drafts else None, graph, 0.0)
+        drafter.follow(runner.start(batch, None, drafts if batch.num_drafts else None, graph, 0.0).by)
+
+    return run
 
 
 def _rounds(engine: Engine, longest: int) -> list[tuple[list[list[int]], SamplingParams]]:
@@ -98,56 +112,3 @@ def _rounds(engine: Engine, longest: int) -> list[tuple[list[list[int]], Samplin
         counts = warm_up_sizes(min(engine.scheduler.max_num_seqs, budget, engine.allocator.num_blocks // 2))
         rounds += [([[0]] * count, _DRAFTED) for count in counts]
     return rounds
-
-
-def _steps(engine: Engine, room: int) -> Iterator[list[Made]]:
-    """Yield the requests of each step.
-
-    Args:
-        room: Tokens of the longest request.
-    """
-    budget, most = engine.scheduler.max_num_batched_tokens, engine.scheduler.max_num_seqs
-    num_cached = engine.allocator.num_blocks * engine.allocator.block_tokens
-    for seq_len in sorted({room, *(1 << exponent for exponent in range(room.bit_length()))}):
-        decode, lengths = Made(seq_len - 1, 1), [length for length in _PIECES if length < min(seq_len, budget)]
-        yield from ([decode] * count for count in sorted({1, min(most, budget, num_cached // seq_len)}))
-        yield from ([Made(seq_len - length, length)] for length in lengths)
-        for length, count in _MIXED:
-            if length < seq_len and count + 2 <= most:
-                yield from _beside_prompts([decode, *[Made(seq_len - length, length)] * count], seq_len, room, budget)
-    seq_len = min(_DOCUMENT_TOKENS, room)
-    for length in (length for length in _PIECES if length < seq_len):
-        yield from ([Made(seq_len - length, length)] * count for count in warm_up_sizes(min(most, budget // length)))
-    most_drafts = min(engine.speculation.drafter.num_speculative_tokens, seq_len - 1)
-    for num_drafts in sorted({0, min(1, most_drafts), most_drafts}):
-        tried = Made(seq_len - num_drafts - 1, num_drafts + 1, num_drafts)
-        for count in warm_up_sizes(min(most, budget // (num_drafts + 1))):
-            yield [tried] * count
-            if count < most:
-                yield from _beside_prompts([tried] * count, seq_len, room, budget)
-            if num_drafts and count + 2 <= most:  # requests that try different numbers of drafts
-                yield from _beside_prompts([Made(seq_len - 1, 1), *[tried] * count], seq_len, room, budget)
-
-
-def _beside_prompts(requests: list[Made], context: int, room: int, budget: int) -> Iterator[list[Made]]:
-    """Yield requests with a prompt that fills the step, with and without a context."""
-    rest = min(budget - sum(made.num_new for made in requests), room)
-    if rest > 1:
-        yield [*requests, Made(0, rest)]
-        yield [*requests, Made(min(context, room - rest), rest)]
-
-
-def made_batch(engine: Engine, requests: Sequence[Made]) -> Batch:
-    """Return a step of requests whose tokens are arbitrary, and whose blocks may be shared."""
-    batch, sizes = Batch(sum(made.num_new for made in requests)), engine.cache.sizes
-    for index, (num_cached, num_new, num_drafts) in enumerate(requests):
-        has_forms = engine.has_forms and num_new > num_drafts + 1
-        tokens = [0] * (num_cached + num_new - num_drafts)
-        request = Request(tokens, SamplingParams(ignore_eos=True), has_forms=has_forms)
-        blocks = -(-(num_cached + num_new) // sizes.block_tokens)
-        request.block_ids = array("q", ((index * blocks + block) % sizes.num_blocks for block in range(blocks)))
-        request.num_computed_tokens, request.state = num_cached, index if sizes.num_states else None
-        batch.add(request, num_new)
-        batch.pieces[-1] = batch.pieces[-1]._replace(num_drafts=num_drafts)
-        batch.num_drafts += num_drafts
-    return batch

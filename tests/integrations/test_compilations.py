@@ -101,6 +101,7 @@ MORE: dict[str, tuple[str, int, int, dict[str, Any], dict[str, Any]]] = {
     "V3, deterministic": ("deepseek-v3", 4, 4, {"deterministic": True, "cp_kv_cache_interleave_size": 64}, {}),
     "V3, experts over ranks": ("deepseek-v3", 4, 4, {}, {"enable_expert_parallel": True}),
     "V3, n-grams": ("deepseek-v3", 4, 4, {}, {"speculative_method": "ngram"}),
+    "V3, MTP": ("deepseek-v3", 4, 4, {}, {"speculative_method": "mtp"}),
     "V3, MTP, eager": ("deepseek-v3", 4, 4, {}, {"speculative_method": "mtp", **_EAGER}),
     "Kimi-K2": ("kimi-k2", 8, 8, {}, {}),
     "V4-Flash, eager": ("deepseek-v4-flash", 2, 2, {}, _EAGER),

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpmla.runtime.graph_sizes import warm_up_sizes
-from dcpmla.runtime.warm_up import warm_up
+from dcpmla.runtime.made_steps import Made, made_steps
+from dcpmla.runtime.warm_up import rehearse, warm_up
 from tests.support.hash_model import HashDrafter, HashModel, answer, make_engine
 
 SIZES = {2, 3, 4, 6, 8, 12, 16, 24, 32}
@@ -29,7 +30,7 @@ def test_steps_of_all_kinds_are_served(max_model_len: int, with_graph: bool) -> 
     model, drafter = HashModel(), HashDrafter(3, 0.5, always=True)
     engine = make_engine(80, 64, 4, max_model_len, model=model, with_graph=with_graph, drafter=drafter)
     model.reads_anything = True
-    warm_up(engine)
+    warm_up(engine, made_steps(engine))
     model.reads_anything = False
     largest = min(64, max_model_len - 8)
     sizes = [step[0] for step in model.steps if len(step) == 1]
@@ -61,6 +62,26 @@ def test_small_engines_serve_what_fits(
     model = HashModel()
     model.reads_anything = True
     engine = make_engine(num_blocks, max_num_batched_tokens, max_num_seqs, max_model_len, model=model)
-    warm_up(engine)
+    warm_up(engine, made_steps(engine))
     assert not engine.has_requests
     assert engine.allocator.num_free == num_blocks
+
+
+@pytest.mark.parametrize("with_graph", [False, True])
+def test_a_rehearsal_finds_the_first_step_with_each_kernel(with_graph: bool) -> None:
+    """Steps of as many tokens have the same kernel here, and graphs pad steps to their sizes."""
+    model = HashModel()
+    engine = make_engine(80, 64, 4, 100, model=model, with_graph=with_graph)
+    model.reads_anything = True
+
+    class Kernels:
+        def __len__(self) -> int:
+            return len({sum(step) for step in model.steps})
+
+    graphs = [graph for graph in (engine.mixed_graph, engine.graph) if graph is not None]
+    found = rehearse(engine, graphs, Kernels())
+    new = [sum(made.num_new for made in step) for step in found]
+    assert len(new) == len(set(new)), "no two steps with the same kernel"
+    sizes = {sum(made.num_new for made in step) for step in made_steps(engine)}
+    assert set(new) == sizes if not with_graph else set(new) < sizes
+    assert [Made(0, 1)] in found or with_graph

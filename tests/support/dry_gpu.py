@@ -189,7 +189,7 @@ class _Stream:
 
 
 class Launches:
-    """The kernels that were launched, and the variants of each that Triton would compile.
+    """The kernels that were launched, not only compiled, and the variants of each that Triton would compile.
 
     Attributes:
         keys: Variants by the kernel's name: of each parameter its type and what Triton specializes it for.
@@ -198,12 +198,15 @@ class Launches:
     def __init__(self) -> None:
         self.keys: dict[str, set[Key]] = defaultdict(set)
 
-    def record(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        """Take a launch's place (`JITFunction.run`)."""
+    def record(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> tuple[str, Key]:
+        """Take the place of a launch or compilation (`JITFunction.run`); return the kernel's variant."""
         values = dict(zip((parameter.name for parameter in kernel.params), args, strict=False)) | options
         names = {parameter.name: parameter for parameter in kernel.params}
         key = tuple((name, str(_specialized(names.get(name), value))) for name, value in sorted(values.items()))
-        self.keys[f"{kernel.fn.__module__}.{kernel.fn.__name__}"].add(key)
+        name = f"{kernel.fn.__module__}.{kernel.fn.__name__}"
+        if not warmup:
+            self.keys[name].add(key)
+        return name, key
 
     def copy(self) -> dict[str, set[Key]]:
         """Return the variants so far."""
