@@ -245,9 +245,7 @@ class DCPConfig:
     deterministic: Flag = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.kv_cache_dtype, str):
-            name = KV_CACHE_ALIASES.get(self.kv_cache_dtype, self.kv_cache_dtype)
-            object.__setattr__(self, "kv_cache_dtype", name)
+        object.__setattr__(self, "kv_cache_dtype", KV_CACHE_ALIASES.get(str(self.kv_cache_dtype), self.kv_cache_dtype))
         check_fields(rules_of(DCPConfig), vars(self), lambda name: _LABELS.get(name) or option_label(name))
         tp, dcp = self.tensor_parallel_size, self.decode_context_parallel_size
         if tp % dcp:

@@ -5,14 +5,13 @@ If prompts that arrive together begin with the same blocks, one request computes
 
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from dcpmla.cache.block_events import Stored
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.states import Worth
 from dcpmla.cache.tier import HostTier
+from dcpmla.runtime.block_events import stored_events
 from dcpmla.runtime.costs import TOKEN_COSTS, LoadCosts
 from dcpmla.runtime.progress import Loading
 from dcpmla.runtime.request import Request
@@ -319,37 +318,17 @@ class PrefixReuse:
         start, end = request.num_remembered_blocks, num_known // block_tokens
         if end < start:  # It has found blocks of tokens that a stop string may still take back.
             return None
-        keys, are_new = request.block_keys(start, end, block_tokens), list[bool]()
-        for block, key in zip(blocks[start:end], keys, strict=True):
-            are_new.append(self._allocator.remember(block, key))
-            self._tier.remember(block, key)
+        new = list[int]()
+        for index, key in enumerate(request.block_keys(start, end, block_tokens), start):
+            if self._allocator.remember(blocks[index], key):
+                new.append(index)
+            self._tier.remember(blocks[index], key)
         if self._allocator.events is not None:
-            self._allocator.events += self._stored(request, start, are_new)
+            self._allocator.events += stored_events(request, new, block_tokens)
         request.num_remembered_blocks = end
         if self._forks is None or num_known % block_tokens or num_known < request.num_computed_tokens:
             return None  # the state is the one after all tokens computed
         return self._remember_state(self._forks, request, start, end)
-
-    def _stored(self, request: Request, start: int, are_new: Sequence[bool]) -> Iterator[Stored]:
-        """Yield the events of a request's blocks, for each run of neighbours that were not remembered before.
-
-        Blocks of new tokens whose rows differ from a prompt's (`Request.has_forms`) have no event: no prompt finds
-        them.
-
-        Args:
-            start: Index of its first block.
-            are_new: Whether each block, from that on, is the only one with its key.
-        """
-        size, end = self._block_tokens, start + len(are_new)
-        if request.has_forms:
-            end = min(end, len(request.prompt_token_ids) // size)
-        for is_new, group in groupby(range(start, end), lambda index: are_new[index - start]):
-            if is_new:
-                indices = [*group]
-                low, high = indices[0], indices[-1] + 1
-                keys = request.block_keys(max(0, low - 1), high, size)
-                previous = keys.pop(0) if low else None
-                yield Stored(keys, previous, request.tokens(low * size, high * size), request.cache_salt)
 
     def _remember_state(self, forks: Forks, request: Request, start: int, end: int) -> StateCopy | None:
         """Return the copies of a request's state after `end` blocks (`remember`), if the state is worth any: where

@@ -115,7 +115,8 @@ class Metrics:
 
     def _make(self, name: str, metric: Metric) -> list[tuple[tuple[str, ...], Any]]:
         """Return an object of Prometheus for each name of a metric, with the values of its constant labels."""
-        kind, more = _KINDS[metric.kind], {"buckets": metric.buckets} if metric.buckets else {}
+        kind = _KINDS[metric.kind]
+        more: dict[str, Any] = {"buckets": metric.buckets} if metric.buckets else {}
         if self._names == "dcpmla" or not metric.vllm:
             return [((), kind(name, metric.text, metric.labels, "dcpmla", registry=self.registry, **more))]
         labels, values = (*self._of_vllm, *metric.vllm_labels), tuple(self._of_vllm.values())
@@ -173,7 +174,7 @@ class Metrics:
 
     def _end(self, output: Output, progress: _Progress | None, timings: Timings, now: float) -> None:
         """Take the end of a request."""
-        self.count("requests", output.finish_reason or "")
+        self.count("requests", str(output.finish_reason))
         self._time("request_seconds", now - timings.submitted)
         if output.request_id in timings.lengths:
             self._time("request_prompt_tokens", timings.lengths[output.request_id])
