@@ -1,5 +1,6 @@
 """Write the documents' tables of options from the commands' options, most of which are fields of dataclasses, the table
-of vLLM's other options, and the table of the fields of HTTP that have the same descriptions as options.
+of vLLM's other options, the table of metrics, and the table of the fields of HTTP that have the same descriptions as
+options.
 
 python launch/write_options.py            writes the tables between the marks of each page
 python launch/write_options.py --check    ends with 1 if a page differs
@@ -21,6 +22,7 @@ from dcpmla.cli.vllm_options import VLLM_OPTIONS
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.anthropic_body import MessagesBody
 from dcpmla.serving.chat_body import ChatBody
+from dcpmla.serving.metric_names import METRICS
 from dcpmla.serving.protocol import CompletionBody
 from dcpmla.serving.responses_body import ResponsesBody
 from dcpmla.serving.sampling_fields import DEFAULTS, Ruled
@@ -29,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # <!-- options: COMMAND, TITLE OF A GROUP --> or, for some options alone, <!-- options: COMMAND, TITLE, FIELD FIELD -->
 _MARKED = re.compile(r"(<!-- options: (\w+), ([\w ]+)(?:, ([\w ]+))? -->\n).*?(<!-- end of options -->\n)", re.DOTALL)
 _OF_VLLM = re.compile(r"<!-- vllm options -->\n.*?(<!-- end of vllm options -->\n)", re.DOTALL)
+_METRICS = re.compile(r"<!-- metrics -->\n.*?(<!-- end of metrics -->\n)", re.DOTALL)
 _FIELDS = re.compile(r"<!-- fields -->\n.*?(<!-- end of fields -->\n)", re.DOTALL)
 _BODIES: dict[str, type[BaseModel]] = {
     "completions": CompletionBody,
@@ -63,6 +66,8 @@ def render(text: str) -> str:
     text = _FIELDS.sub(lambda found: "\n".join([*head, *_field_rows(), found[1]]), text)
     vllm = ["<!-- vllm options -->\n| options of vLLM | | |", "|---|---|---|"]
     text = _OF_VLLM.sub(lambda found: "\n".join([*vllm, *_vllm_rows(), found[1]]), text)
+    metrics = ["<!-- metrics -->\n| metric | labels | in vLLM | |", "|---|---|---|---|"]
+    text = _METRICS.sub(lambda found: "\n".join([*metrics, *_metric_rows(), found[1]]), text)
     return _MARKED.sub(write, text)
 
 
@@ -97,6 +102,17 @@ def _vllm_rows() -> Iterator[str]:
         rows.setdefault((taken, words), []).extend(f"`{name}`" for name in option.names)
     for (taken, words), names in rows.items():
         yield f"| {', '.join(names)} | {taken} | {words} |"
+
+
+def _metric_rows() -> Iterator[str]:
+    """Yield a row for each metric: its names and labels here and in vLLM, and its text."""
+    for name, metric in METRICS.items():
+        end = "_total" if metric.kind == "counter" else ""
+        in_vllm = ", ".join(f"`vllm:{each}{end}`" for each in metric.vllm)
+        if metric.vllm_labels != metric.labels and metric.vllm:
+            in_vllm += f" with {', '.join(f'`{label}`' for label in metric.vllm_labels)}"
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        yield f"| `dcpmla_{name}{end}` | {labels} | {in_vllm} | {metric.text} |"
 
 
 def _field_rows() -> Iterator[str]:

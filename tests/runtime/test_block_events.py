@@ -7,6 +7,8 @@ import pytest
 
 from dcpmla.cache.block_events import BlockEvent, Cleared, Removed, Stored
 from dcpmla.cache.blocks import BlockAllocator, block_key, salt_key
+from dcpmla.runtime.block_events import stored_events
+from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.hash_model import BLOCK, make_engine
 
@@ -57,6 +59,26 @@ def test_events_lead_to_what_is_found(num_blocks: int) -> None:
     assert (num_kinds[Removed] > 10) == (num_blocks < 200)
     engine.reset()
     assert engine.allocator.take_events() == [Cleared()]
+
+
+def test_blocks_that_are_computed_twice_have_one_event() -> None:
+    """Answers to the same short prompt are the same, and no request waits for another one's answer."""
+    engine, known = make_engine(100), set[bytes]()
+    engine.allocator.events = []
+    params = SamplingParams(max_new_tokens=3 * BLOCK, ignore_eos=True)
+    requests = [engine.add([1, 2], params) for _ in range(2)]
+    list(engine.run())
+    assert requests[0].token_ids == requests[1].token_ids
+    follow(known, engine.allocator.take_events())
+    assert known == set(requests[0].block_keys(0, 3, BLOCK))
+
+
+def test_neighbours_share_an_event() -> None:
+    request = Request(list(range(5 * BLOCK)), SamplingParams())
+    keys = request.block_keys(0, 5, BLOCK)
+    first, second = stored_events(request, [0, 2, 3], BLOCK)
+    assert first == Stored(keys[:1], None, list(range(BLOCK)))
+    assert second == Stored(keys[2:4], keys[1], list(range(2 * BLOCK, 4 * BLOCK)))
 
 
 def test_blocks_that_another_request_has_stored_part_the_others() -> None:

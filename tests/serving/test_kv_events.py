@@ -9,17 +9,17 @@ import pytest
 from dcpmla.cache.block_events import Cleared, Removed, Stored
 from dcpmla.serving.kv_events import EventsConfig, KVEventBatch, published
 from tests.support.launchers import free_port
-from tests.support.waiting import LATE, wait_until
+from tests.support.waiting import wait_until
 
 zmq = pytest.importorskip("zmq")
 from dcpmla.serving.kv_publisher import EventPublisher  # noqa: E402
 from tests.support.kv_router import (  # noqa: E402
-    END,
     AllBlocksCleared,
     Batch,
     BlockRemoved,
     BlockStored,
     numbers_of,
+    until_the_end,
 )
 
 
@@ -85,11 +85,10 @@ def test_a_full_queue_drops_batches_and_counts_them(monkeypatch: pytest.MonkeyPa
     wait_until(lambda: publisher.totals()["kv_event_batches", "sent"] == 2, "the queue is not sent")
     publisher.publish([stored(5)], 4096)
     wait_until(lambda: publisher.totals()["kv_event_batches", "sent"] == 3, "the queue is not sent")
-    with zmq.Context() as context, context.socket(zmq.REQ) as request:
-        request.connect(replay)
-        request.send(bytes(8))
-        assert request.poll(1000 * LATE)
-        assert int.from_bytes(request.recv_multipart()[1], "big") == 0
+    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
+        client.connect(replay)
+        client.send_multipart([b"", bytes(8)])
+        assert numbers_of([frames[1:] for frames in until_the_end(client)]) == [0, 1, 5]
     publisher.close()
 
 
@@ -123,12 +122,9 @@ def test_a_replay_has_the_last_batches_and_strange_requests_are_ignored(tmp_path
         client.connect(replay)
         for frames in ([b""], [b"x"], [b"", b"1234567"], [b"", b"", bytes(8)], [b"", bytes(8)]):
             client.send_multipart(frames)
-        messages: list[list[bytes]] = []
-        while not messages or messages[-1][2] != END:
-            assert client.poll(1000 * LATE)
-            messages.append(client.recv_multipart())
-    assert [frames[:2] for frames in messages] == [[b"", b"t"]] * 3 + [[b"", b""]]
-    assert numbers_of([frames[1:] for frames in messages[:-1]]) == [3, 4, 5]
+        messages = until_the_end(client)
+    assert [frames[:2] for frames in messages] == [[b"", b"t"]] * 3
+    assert numbers_of([frames[1:] for frames in messages]) == [3, 4, 5]
     publisher.close()
 
 

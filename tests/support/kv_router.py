@@ -47,6 +47,16 @@ class Batch(msgspec.Struct, array_like=True, omit_defaults=True):
     data_parallel_rank: int | None = None
 
 
+def until_the_end(client: Any) -> list[list[bytes]]:
+    """Receive the messages of a replay."""
+    messages: list[list[bytes]] = []
+    while not messages or messages[-1][2] != END:
+        assert client.poll(1000 * LATE), "the replay does not end"
+        messages.append(client.recv_multipart())
+    assert messages.pop() == [b"", b"", END, b""]
+    return messages
+
+
 class Router:
     """A subscriber that follows one server's cache.
 
@@ -122,12 +132,7 @@ class Router:
     def replay(self, first: int) -> list[list[bytes]]:
         """Ask for the batches from a number on."""
         self._replays.send_multipart([b"", first.to_bytes(8, "big")])
-        messages: list[list[bytes]] = []
-        while not messages or messages[-1][2] != END:
-            assert self._replays.poll(1000 * LATE), "the replay does not end"
-            messages.append(self._replays.recv_multipart())
-        assert messages.pop() == [b"", b"", END, b""]
-        return [message[1:] for message in messages]
+        return [message[1:] for message in until_the_end(self._replays)]
 
 
 def numbers_of(frames: Sequence[Sequence[bytes]]) -> list[int]:
