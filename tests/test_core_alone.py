@@ -126,7 +126,7 @@ def test_other_imports_that_fail_keep_their_error() -> None:
 
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_an_extra_declares_its_packages(extra: str) -> None:
-    names = {"pynvml": "nvidia-ml-py"}
+    names = {"pynvml": "nvidia-ml-py", "zmq": "pyzmq"}
     declared = metadata()["optional-dependencies"]
     assert {names.get(package, package.replace("_", "-")) for package in EXTRAS[extra]} == {
         name.partition(">")[0] for name in declared[extra] if not name.startswith("dcpmla")

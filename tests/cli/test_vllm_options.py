@@ -10,6 +10,7 @@ import pytest
 
 from dcpmla.__main__ import build_parser, main
 from dcpmla.cli.options import dcp_config
+from dcpmla.cli.serve import _read_template
 from dcpmla.cli.vllm_arguments import plain_arguments
 from dcpmla.cli.vllm_options import VLLM_OPTIONS, VllmOption, check_quantization, check_vllm_options
 from dcpmla.integrations.engine_options import EngineOptions
@@ -177,6 +178,14 @@ def test_plain_arguments() -> None:
     assert json.loads(value) == {"y_z": 1, "b": {"c": 2, "d": "t_t"}}
     assert plain_arguments([]) == []
     assert plain_arguments(["--x.y"]) == ["--x", '{"y": ""}']
+
+
+def test_chat_templates_are_files_or_texts(tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("{{ messages }}")
+    assert _read_template(str(file)) == _read_template("{{ messages }}") == "{{ messages }}"
+    with pytest.raises(ValueError, match=r"^chat_template \(--chat-template\) is 'messages', which cannot be read"):
+        _read_template("messages")
 
 
 def test_methods_of_drafts_have_vllms_names() -> None:
