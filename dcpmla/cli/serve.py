@@ -189,7 +189,9 @@ def _start_publisher(config: EventsConfig | None) -> "EventPublisher | None":
     with needed_by("kv_events_config (--kv-events-config)"):
         from dcpmla.serving.kv_publisher import EventPublisher
 
-    return EventPublisher(config)
+    publisher = EventPublisher(config)
+    print(f"publishing KV events at {publisher.address}", flush=True)
+    return publisher
 
 
 def _read_events_config(text: str) -> EventsConfig:

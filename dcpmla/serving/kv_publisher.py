@@ -40,6 +40,8 @@ class EventPublisher:
 
     Args:
         config: Config with events enabled.
+    Attributes:
+        address: Address of the PUB socket, as ZeroMQ has bound or connected it.
     Raises:
         ValueError: ZeroMQ cannot bind or connect an address.
     """
@@ -60,6 +62,7 @@ class EventPublisher:
         except ValueError:
             self._context.destroy(linger=0)
             raise
+        self.address = self._events.getsockopt_string(zmq.LAST_ENDPOINT)
         self._thread = Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
 

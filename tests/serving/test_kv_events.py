@@ -132,6 +132,7 @@ def test_addresses_that_are_taken_are_refused(tmp_path: Path) -> None:
     port = free_port()
     config = EventsConfig(endpoint=f"tcp://*:{port}")
     publisher = EventPublisher(config)
+    assert publisher.address == f"tcp://0.0.0.0:{port}"
     with pytest.raises(ValueError, match=rf"endpoint of kv_events_config .* is 'tcp://\*:{port}', which ZeroMQ cannot"):
         EventPublisher(config)
     publisher.close()
