@@ -6,6 +6,7 @@ sees all tokens, routes them identically, and returns a share of a sum over the 
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from dcpmla.parallel.by_rows import by_rows
 from dcpmla.parallel.linear import Weight, fill
 from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, GroupFp4, GroupInt4, PlainRows, dequantize, plain
 from dcpmla.parallel.reformat import to_block_fp8
+
+_READERS = 4  # threads of a rank; files in the host's memory are then read at the speed of the copies
 
 
 class Gate(nn.Module):
@@ -131,7 +134,7 @@ def load_experts(
     dtype: torch.dtype,
     device: torch.device,
 ) -> ExpertWeights:
-    """Read experts, one after the other, as they are stored.
+    """Read experts as they are stored, several at a time.
 
     Args:
         parts: Experts of this rank, in the order of their ids.
@@ -142,12 +145,18 @@ def load_experts(
             are not in e2m1, or fp8 blocks cannot hold their values.
     """
     gate_up, down = (_Stack(len(parts), device) for _ in range(2))
-    for index, part in enumerate(parts):
+
+    def read(index: int, part: MLPPart) -> None:
         matrices = read_expert(weights, part, hidden_size, dtype)
         if expert_dtype == "fp8":
             matrices = tuple(_as_fp8(matrix, part.prefix, device) for matrix in matrices)
         gate_up.put(index, *matrices[:2])
         down.put(index, matrices[2])
+
+    read(0, parts[0])  # it shows the sizes
+    with ThreadPoolExecutor(_READERS) as threads:
+        for done in [threads.submit(read, index, part) for index, part in enumerate(parts) if index]:
+            done.result()
     return ExpertWeights(gate_up.finish(), down.finish())
 
 

@@ -2,11 +2,13 @@
 a kernel that is compiled while requests wait stalls them.
 """
 
+import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +24,9 @@ def rehearsal(rank: int, num_ranks: int, meet: Callable[[], object]) -> Iterator
     is zero, because no kernel writes what the block's other operations may read as indices.
 
     Triton's cache on disk has the kernels afterwards, so the ranks of a host share them out. One that cannot be
-    compiled fails where it is launched.
+    compiled fails where it is launched. A kernel's key in the cache has a digest of the package's sources: Triton's own
+    lacks constants of other modules, and depends on the order of the first launches (3.6), so that later starts would
+    compile again.
 
     Args:
         rank, num_ranks: This rank among those that share a cache on disk, and their number.
@@ -40,9 +44,13 @@ def rehearsal(rank: int, num_ranks: int, meet: Callable[[], object]) -> Iterator
             return kernel
 
     asked: set[object] = set()
-    run = JITFunction.run
+    run, sources = JITFunction.run, _digest_sources()
 
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if kernel.hash is None:
+            kernel.hash = hashlib.sha256(
+                f"{sources} {kernel.fn.__module__}.{kernel.fn.__qualname__}".encode()
+            ).hexdigest()
         compiled = run(kernel, *args, grid=grid, warmup=True, **options)
         asked.add(compiled)
         return compiled
@@ -61,6 +69,12 @@ def rehearsal(rank: int, num_ranks: int, meet: Callable[[], object]) -> Iterator
 
 def _zeroed(new: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *args, **kwargs: new(*args, **kwargs).zero_()
+
+
+def _digest_sources() -> str:
+    """Digest the package's code."""
+    package = Path(__file__).parents[1]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(package.rglob("*.py")))).hexdigest()
 
 
 class _SharedCompiler(ThreadPoolExecutor):

@@ -32,7 +32,7 @@ def made_steps(engine: Engine) -> Iterator[list[Made]]:
     of all lengths, alone and beside prompts.
     """
     budget, most, room = engine.scheduler.max_num_batched_tokens, engine.scheduler.max_num_seqs, engine.max_model_len
-    for seq_len in sorted({room, *(1 << exponent for exponent in range(room.bit_length()))}):
+    for seq_len in sorted({room, *(1 << exponent for exponent in range(0, room.bit_length(), 2))}):
         decode, lengths = Made(seq_len - 1, 1), [length for length in _PIECES if length < min(seq_len, budget)]
         yield from ([decode] * count for count in sorted({1, min(most, budget, max(1, _MOST_CACHED // seq_len))}))
         yield from ([Made(seq_len - length, length)] for length in lengths)

@@ -30,20 +30,28 @@ def test_kernels_are_named_until_the_next_engine_is_loaded(caplog: pytest.LogCap
     assert knobs.runtime.jit_post_compile_hook is None
 
 
+class Kernel(int):
+    """A kernel that is a number. Triton's kernels have a hash once they are in its cache."""
+
+    fn, hash = Any, None
+
+
 class Compiler:
-    """In place of Triton's, for kernels that are numbers: threads of the active mode compile them."""
+    """In place of Triton's: threads of the active mode compile kernels."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.compiled: list[int] = []
         self.launched: list[int] = []
         self._asked: dict[int, Any] = {}
+        self.keys: dict[int, str | None] = {}
         patch.setattr(JITFunction, "run", lambda kernel, *args, **options: self._run(kernel, *args, **options))
 
-    def launch(self, kernel: int) -> None:
-        JITFunction.run(kernel, "argument", grid=(1,), warmup=False)
+    def launch(self, number: int) -> None:
+        JITFunction.run(Kernel(number), "argument", grid=(1,), warmup=False)
 
-    def _run(self, kernel: int, argument: str, grid: Any, warmup: bool) -> Any:
+    def _run(self, kernel: Kernel, argument: str, grid: Any, warmup: bool) -> Any:
         assert argument == "argument"
+        self.keys[kernel] = kernel.hash
         if not warmup:
             self.launched.append(kernel)
         elif kernel not in self._asked:
@@ -78,6 +86,8 @@ def test_a_rehearsal_compiles_a_share_of_the_kernels_before_ranks_meet(
     assert not compiler.launched
     compiler.launch(7)
     assert compiler.launched == [7]
+    assert compiler.keys[0]
+    assert compiler.keys[7] is None, "it is first launched later, and keeps Triton's key"
     assert "new_empty" not in vars(torch.Tensor)
     assert torch.empty is not torch.zeros
 

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -188,6 +189,18 @@ class _Stream:
         return lambda *_, **__: results.get(name)
 
 
+class _SameThread(contextlib.nullcontext[Any]):
+    """An executor without threads, which would have no paper."""
+
+    def __enter__(self) -> "_SameThread":
+        return self
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        future = Future[Any]()
+        future.set_result(function(*args))
+        return future
+
+
 class Launches:
     """The kernels that were launched, not only compiled, and the variants of each that Triton would compile.
 
@@ -266,6 +279,7 @@ def _stand_ins(num_ranks: int) -> dict[Any, dict[str, Any]]:
     """Return what takes the place of a GPU's driver, by the modules or classes that have it."""
     import dcpmla.attention.triton.device as device
     import dcpmla.comm.select as select
+    import dcpmla.model.moe as moe
     import dcpmla.runtime.capture as capture
 
     class HostGenerator(torch.Generator):
@@ -305,6 +319,7 @@ def _stand_ins(num_ranks: int) -> dict[Any, dict[str, Any]]:
         dist: {"get_backend": lambda _=None: "gloo"},
         select: {"reach": lambda *_: ""},
         device: {"max_shared_mem": lambda _: _SHARED_MEMORY},
+        moe: {"ThreadPoolExecutor": _SameThread},
         capture: {"_alias": lambda tensor: tensor},
     }
 
