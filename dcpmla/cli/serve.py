@@ -172,7 +172,7 @@ def _start_frontend(options: ServeOptions, model: str) -> Frontend | None:
 
     _check_keys(options)
     check_template_sandbox()
-    name, template = options.served_model_name or model, _read_template(options.chat_template)
+    name, template = [*options.served_model_name, model][0], _read_template(options.chat_template)
     settings = Settings(**vars(options), name=name, template=template)
     with listen(options.host, options.port) as listener:
         return Frontend(partial(serve_http, listener=listener, settings=settings), listener)

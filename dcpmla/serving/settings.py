@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Annotated, Any
 
-from dcpmla.fields import OBJECT, Count, Rule, instance_of, one_of, optional, tuple_of, whole
+from dcpmla.fields import OBJECT, TEXT, Count, Rule, instance_of, one_of, optional, tuple_of, whole
 from dcpmla.integrations.transfers import ROLES
 from dcpmla.serving.chat.formats import FORMATS
 from dcpmla.serving.kv_events import EventsConfig
@@ -30,8 +30,8 @@ class ServeOptions:
     Attributes:
         host: Address to listen on, of the first rank's host. 0.0.0.0 listens to other machines, too: give a key then.
         port: Port to listen on; 0 is any that is free. The line `serving on http://...` shows it.
-        served_model_name: Name of the model in `/v1/models`, by default `--model` as it is given. A request may name
-            this model or none.
+        served_model_name: Names of the model for requests, which may name none, too. Answers and metrics have the
+            first; by default `--model` as it is given.
         chat_template: File of a chat template in place of the model's, on the first rank's host, or its text.
         default_chat_template_kwargs: JSON object of variables of the template, where a request does not give them.
         tool_call_parser: Format of tool calls in place of the model's, under vLLM's name.
@@ -60,7 +60,7 @@ class ServeOptions:
 
     host: str = "127.0.0.1"
     port: Annotated[int, Rule("a port in [0, 65535]", whole(0, 65535).holds)] = 8000
-    served_model_name: str | None = None
+    served_model_name: Annotated[Sequence[str], tuple_of(TEXT)] = ()
     chat_template: str | None = None
     default_chat_template_kwargs: Annotated[Mapping[str, Any] | None, optional(OBJECT)] = None
     tool_call_parser: _Format = None
@@ -97,12 +97,17 @@ class Settings(ServeOptions):
     """The options of a running server, and what follows from them and from the model's at its start.
 
     Attributes:
-        name: Name of the model for clients.
+        name: Name of the model in answers.
         template: Text of the chat template in place of the model's, None for that.
     """
 
     name: str
     template: str | None = None
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Return the names by which requests may call the model."""
+        return self.served_model_name or (self.name,)
 
 
 def is_loopback(host: str) -> bool:

@@ -25,7 +25,7 @@ TOPIC = "kv@needle"
 OPTIONS = (
     "--trust-remote-code --enable-auto-tool-choice --swap_space 4 --disable-log-requests --pipeline-parallel-size 1 "
     "--seed 0 --max_model_len 1024 --max-num-seqs 8 --dtype float --metrics-names vllm "
-    "--default-chat-template-kwargs.suffix 123"
+    "--default-chat-template-kwargs.suffix 123 --served-model-name needle deepseek/needle"
 )
 
 
@@ -131,6 +131,17 @@ def test_a_router_knows_what_a_server_has(publishing: RunningServer, client: htt
     assert publishing.metric('kv_event_batches_total{outcome="dropped"}') == 0
 
 
+def test_a_model_has_several_names(client: httpx2.Client) -> None:
+    """Answers have the first one."""
+    assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["needle", "deepseek/needle"]
+    assert client.get("/v1/models/deepseek/needle").json()["id"] == "deepseek/needle"
+    for name in (None, "needle", "deepseek/needle"):
+        answer = client.post("/v1/completions", json={"prompt": [5, 6], "max_tokens": 1, "model": name})
+        assert answer.json()["model"] == "needle"
+    refused = client.post("/v1/completions", json={"prompt": [5, 6], "max_tokens": 1, "model": "other"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+
+
 def test_options_without_effect_are_logged_once(publishing: RunningServer) -> None:
     """Options that ask for what happens anyway are not."""
     notes = [line for line in publishing.log().splitlines() if " has no effect: " in line]
@@ -151,7 +162,7 @@ def test_variables_of_the_template_have_defaults(client: httpx2.Client) -> None:
     assert tokens(messages=messages, chat_template_kwargs={"suffix": "456"}) == other
 
 
-def test_metrics_under_vllms_names(publishing: RunningServer, client: httpx2.Client, model: Path) -> None:
+def test_metrics_under_vllms_names(publishing: RunningServer, client: httpx2.Client) -> None:
     """Numbers of requests as they were answered, with vLLM's labels; what vLLM does not measure keeps its name."""
 
     def scrape() -> dict[tuple[str, str], float]:
@@ -161,7 +172,7 @@ def test_metrics_under_vllms_names(publishing: RunningServer, client: httpx2.Cli
             for sample in family.samples:
                 labels = dict(sample.labels)
                 if sample.name.startswith("vllm:"):
-                    assert (labels.pop("model_name"), labels.pop("engine")) == (str(model), "0")
+                    assert (labels.pop("model_name"), labels.pop("engine")) == ("needle", "0")
                 else:
                     assert sample.name.startswith("dcpmla_")
                 values[sample.name, ",".join(f"{name}={value}" for name, value in labels.items())] = sample.value
