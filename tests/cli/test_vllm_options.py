@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from dcpmla.__main__ import build_parser, main
+from dcpmla.cli.field_options import values_of
 from dcpmla.cli.options import dcp_config
 from dcpmla.cli.serve import _read_template
 from dcpmla.cli.vllm_arguments import plain_arguments
 from dcpmla.cli.vllm_options import VLLM_OPTIONS, VllmOption, check_quantization, check_vllm_options
 from dcpmla.integrations.engine_options import EngineOptions
+from dcpmla.job.hosts import Hosts
 from tests.support.commands import mistake
 
 pytest.importorskip("pydantic")  # serve needs it
@@ -97,7 +99,7 @@ REFUSED = {
     "--cpu-offload-gb 10": "--cpu-offload-gb is '10'; it must be 0: weights stay on GPUs",
     "--kv-transfer-config {}": "--kv-transfer-config is '{}', which is not supported: use --role and",
     "--enable-lora": "--enable-lora is not supported: adapters are not served",
-    "--enable_log_requests": "--enable-log-requests is not supported: requests are never logged",
+    "--enable_log_requests": "--enable-log-requests is not supported: prompts and answers are never logged",
     '--speculative-config {"method":"eagle3"}': "method of --speculative-config is 'eagle3'; it must be ngram or mtp",
     '--speculative-config {"method":"mtp","model":"x"}': "--speculative-config has model; give method and num_spec",
     "--speculative-config mtp": "--speculative-config is 'mtp'; give an object such as",
@@ -133,12 +135,20 @@ def test_every_option_does_what_its_row_says(option: VllmOption) -> None:
 
 
 def test_words_name_options_that_exist() -> None:
-    """The launcher's options are torchrun's own."""
     known = {*serve_parser()._option_string_actions} - {name for option in VLLM_OPTIONS for name in option.names}
-    launchers = {"--nnodes", "--node-rank", "--master-addr", "--master-port"}
     named = {name for option in VLLM_OPTIONS for name in re.findall(r"(?<!\w)--?[a-z][a-z-]+", option.words)}
     assert len(named) > 15
-    assert not named - known - launchers
+    assert not named - known
+
+
+def test_the_log_and_several_hosts_have_vllms_options() -> None:
+    """They have vLLM's meaning here, so they are no part of the table."""
+    hosts = "--nnodes 2 --node-rank 1 --master-addr host0 --master-port 5000"
+    args = parse("m", "--disable-uvicorn-access-log", *hosts.split())
+    assert args.disable_access_log
+    assert Hosts(**values_of(Hosts, args)) == Hosts(nnodes=2, node_rank=1, master_addr="host0", master_port=5000)
+    assert [*check_vllm_options(args.vllm_options, args.model)] == []
+    assert notes_of("--headless") == ["--headless has no effect: the first rank alone answers HTTP"]
 
 
 def test_help_shows_no_option_of_the_table() -> None:
@@ -157,8 +167,8 @@ def test_help_shows_no_option_of_the_table() -> None:
         (["generate", "m", "--promt", "a"], "unrecognized arguments: --promt a; did you mean --prompt?"),
         (["generate", "m", "--trust-remote-code"], "unrecognized arguments: --trust-remote-code"),
         (["plan", "--model", "m", "--frobnicate"], "unrecognized arguments: --frobnicate"),
-        (["serve"], "one of the arguments MODEL --model is required"),
-        (["serve", "m", "--model", "n"], "argument --model: not allowed with argument MODEL"),
+        (["serve"], "the following arguments are required: MODEL"),
+        (["serve", "m", "--model", "n"], "unrecognized arguments: m"),
     ],
 )  # fmt: skip
 def test_unknown_options_get_the_nearest_name(
