@@ -9,7 +9,7 @@ from tests.support.launchers import run_forked, unattended
 from tests.support.sources import metadata
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "needle" / "README.md"]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *(ROOT / "examples").glob("*/README.md")]
 SNIPPETS = {
     f"{page.relative_to(ROOT)} {number}": snippet
     for page in PAGES

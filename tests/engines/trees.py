@@ -7,6 +7,7 @@ import fcntl
 import os
 import subprocess
 import sys
+import venv
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -106,6 +107,12 @@ def once(folder: Path, fill: Callable[[Path], None]) -> Path:
                 pytest.skip(f"{folder.name} cannot be had: {reason[-1] if reason else error}")
             filled.rename(folder)
     return folder
+
+
+def install(folder: Path, requirement: str) -> None:
+    """Make a folder an environment of its own, with a package and all that it requires."""
+    venv.create(folder)
+    pip("--python", folder / "bin" / "python", "install", requirement)
 
 
 def _unpack(requirement: str, folder: Path, left_out: tuple[str, ...]) -> None:

@@ -298,6 +298,8 @@ def _stand_ins(num_ranks: int) -> dict[Any, dict[str, Any]]:
     cuda |= returning((9, 0), "get_device_capability") | returning(_PROPERTIES, "get_device_properties")
     cuda |= returning((100 << 30, 140 << 30), "mem_get_info") | returning((0, 0), "graph_pool_handle")
     cuda |= returning(num_ranks, "device_count") | returning(_PROPERTIES.name, "get_device_name")
+    host_memory = SimpleNamespace(**returning(0, "cudaHostRegister", "cudaHostUnregister"))
+    cuda |= returning(host_memory, "cudart")
     cuda |= dict.fromkeys(("Stream", "Event", "CUDAGraph"), _Stream)
     memory = SimpleNamespace(buffer_ptrs=[_ADDRESS] * num_ranks)
     symmetric = {
