@@ -4,7 +4,9 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from importlib import import_module
+from itertools import takewhile
 from typing import Any, NoReturn
 
 from dcpmla.extras import needed_by
@@ -27,11 +29,14 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         fill: Function that adds the arguments, called on demand, so that a command imports no other command's modules.
+    Attributes:
+        rewrite: Function of the arguments whose result is parsed.
     """
 
     def __init__(self, *args: Any, fill: Callable[["Parser"], None] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "allow_abbrev": False})
         self._fill = fill
+        self.rewrite: Callable[[Sequence[str]], Sequence[str]] = lambda arguments: arguments
 
     def filled(self) -> "Parser":
         """Add the arguments, whose help then shows their defaults, and return the parser."""
@@ -46,12 +51,32 @@ class Parser(argparse.ArgumentParser):
         return self
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Add the arguments, then parse as argparse does. An option replaces a positional argument of its name."""
-        parser = self.filled()
+        """Add the arguments, refuse unknown options, then parse as argparse does. An option replaces a positional
+        argument of its name.
+        """
+        self.filled()
+        if args is not None and self._subparsers is None:
+            args = [*self.rewrite(args)]
+            self._check_names(args)
         given = {text.partition("=")[0] for text in args or ()}
-        replaced = {action.dest for action in parser._actions if given.intersection(action.option_strings)}
-        parser._actions[:] = [each for each in parser._actions if each.option_strings or each.dest not in replaced]
-        return super(Parser, parser).parse_known_args(args, namespace)
+        replaced = {action.dest for action in self._actions if given.intersection(action.option_strings)}
+        self._actions[:] = [each for each in self._actions if each.option_strings or each.dest not in replaced]
+        return super().parse_known_args(args, namespace)
+
+    def _check_names(self, arguments: Sequence[str]) -> None:
+        """Raise ValueError, with the nearest option, for the first long option that does not exist: its value would
+        else be taken for another argument.
+        """
+        options = self._option_string_actions
+        for index, argument in enumerate(arguments):
+            name = argument.partition("=")[0]
+            if argument == "--":
+                return
+            if argument.startswith("--") and " " not in argument and name not in options:
+                values = takewhile(lambda value: not value.startswith("-"), arguments[index + 1 :])
+                near = get_close_matches(name, options, 1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                self.error(f"unrecognized arguments: {' '.join([argument, *values])}{hint}")
 
     def error(self, message: str) -> NoReturn:
         """Raise ValueError."""

@@ -29,6 +29,7 @@ from dcpmla.ownership import NUM_TILE_LANES, TILE, Owner, check_block_size
 DCP_COMM_BACKENDS = ("auto", "ag_rs", "a2a", "direct")
 DCP_EXCHANGE_DTYPES = ("auto", "fp8")
 KV_CACHE_DTYPES = ("auto", "bf16", "fp8", "fp8_ds_mla")
+KV_CACHE_ALIASES = {"bfloat16": "bf16", "fp8_e4m3": "fp8"}  # vLLM's names
 DECODE_QUERY_DTYPES = ("auto", "fp8")
 INDEX_CACHE_DTYPES = ("auto", "fp8")
 MODEL_DTYPES = ("auto", "float32", "bfloat16", "float16")  # to compute in
@@ -195,7 +196,7 @@ class DCPConfig:
             "fp8" e4m3 with scales (`direct` alone).
         block_size: Tokens of one cache block on one rank.
         kv_cache_dtype: Format of the cache (`dcpmla.cache.formats`): "auto" is the model's dtype, "bf16" the same
-            for models in bfloat16; "fp8_e4m3" is another name of "fp8".
+            for models in bfloat16; "bfloat16" is another name of "bf16", "fp8_e4m3" of "fp8".
         kv_cache_scale: Scale of an fp8 cache: latent = scale x cached value. None takes the checkpoint's, or else 1.
         calculate_kv_scales: Whether to calculate scales of an fp8 cache and fp8 queries from the first prompt, instead
             of taking them from kv_cache_scale or the checkpoint.
@@ -244,8 +245,7 @@ class DCPConfig:
     deterministic: Flag = False
 
     def __post_init__(self) -> None:
-        if self.kv_cache_dtype == "fp8_e4m3":
-            object.__setattr__(self, "kv_cache_dtype", "fp8")
+        object.__setattr__(self, "kv_cache_dtype", KV_CACHE_ALIASES.get(str(self.kv_cache_dtype), self.kv_cache_dtype))
         check_fields(rules_of(DCPConfig), vars(self), lambda name: _LABELS.get(name) or option_label(name))
         tp, dcp = self.tensor_parallel_size, self.decode_context_parallel_size
         if tp % dcp:

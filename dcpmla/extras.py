@@ -19,6 +19,7 @@ EXTRAS = {
     "plot": ("matplotlib",),
     "structured": ("llguidance",),
     "disaggregation": ("nixl",),
+    "events": ("zmq",),
 }
 
 

@@ -1,5 +1,6 @@
-"""Write the documents' tables of options from the commands' options, most of which are fields of dataclasses, and the
-table of the fields of HTTP that have the same descriptions.
+"""Write the documents' tables of options from the commands' options, most of which are fields of dataclasses, the table
+of vLLM's other options, the table of metrics, and the table of the fields of HTTP that have the same descriptions as
+options.
 
 python launch/write_options.py            writes the tables between the marks of each page
 python launch/write_options.py --check    ends with 1 if a page differs
@@ -17,9 +18,11 @@ from pydantic import BaseModel
 
 from dcpmla.__main__ import build_parser
 from dcpmla.cli.field_options import texts_of
+from dcpmla.cli.vllm_options import VLLM_OPTIONS
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.anthropic_body import MessagesBody
 from dcpmla.serving.chat_body import ChatBody
+from dcpmla.serving.metric_names import METRICS
 from dcpmla.serving.protocol import CompletionBody
 from dcpmla.serving.responses_body import ResponsesBody
 from dcpmla.serving.sampling_fields import DEFAULTS, Ruled
@@ -27,6 +30,8 @@ from dcpmla.serving.sampling_fields import DEFAULTS, Ruled
 ROOT = Path(__file__).resolve().parents[1]
 # <!-- options: COMMAND, TITLE OF A GROUP --> or, for some options alone, <!-- options: COMMAND, TITLE, FIELD FIELD -->
 _MARKED = re.compile(r"(<!-- options: (\w+), ([\w ]+)(?:, ([\w ]+))? -->\n).*?(<!-- end of options -->\n)", re.DOTALL)
+_OF_VLLM = re.compile(r"<!-- vllm options -->\n.*?(<!-- end of vllm options -->\n)", re.DOTALL)
+_METRICS = re.compile(r"<!-- metrics -->\n.*?(<!-- end of metrics -->\n)", re.DOTALL)
 _FIELDS = re.compile(r"<!-- fields -->\n.*?(<!-- end of fields -->\n)", re.DOTALL)
 _BODIES: dict[str, type[BaseModel]] = {
     "completions": CompletionBody,
@@ -59,6 +64,10 @@ def render(text: str) -> str:
 
     head = [f"<!-- fields -->\n| field | {' | '.join(_BODIES)} | values | |", "|---|---|---|---|---|---|---|"]
     text = _FIELDS.sub(lambda found: "\n".join([*head, *_field_rows(), found[1]]), text)
+    vllm = ["<!-- vllm options -->\n| options of vLLM | | |", "|---|---|---|"]
+    text = _OF_VLLM.sub(lambda found: "\n".join([*vllm, *_vllm_rows(), found[1]]), text)
+    metrics = ["<!-- metrics -->\n| metric | labels | in vLLM | |", "|---|---|---|---|"]
+    text = _METRICS.sub(lambda found: "\n".join([*metrics, *_metric_rows(), found[1]]), text)
     return _MARKED.sub(write, text)
 
 
@@ -76,6 +85,34 @@ def _rows(command: str, title: str, names: list[str]) -> Iterator[str]:
             usage = " ".join([", ".join(action.option_strings), *([str(values)] if values else [])])
             text = re.sub(r"docs/(\w+\.md)", r"[\1](\1)", (action.help or "") % {"default": action.default})
             yield f"| `{usage}{' ...' if action.nargs == '+' else ''}` | {text} |"
+
+
+def _vllm_rows() -> Iterator[str]:
+    """Yield a row for the options of vLLM that are treated alike: what is taken, and why or what to use instead."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for option in VLLM_OPTIONS:
+        same = " or ".join(f"`{each}`" for each in option.same)
+        if option.is_ignored:
+            taken = "without effect"
+        elif option.is_flag:
+            taken = "always so; `--no-...` is refused" if same == "`on`" else "refused"
+        else:
+            taken = f"{same}; others are refused" if same else "refused"
+        words = re.sub(r"docs/(\w+\.md)", r"[\1](\1)", option.words)
+        rows.setdefault((taken, words), []).extend(f"`{name}`" for name in option.names)
+    for (taken, words), names in rows.items():
+        yield f"| {', '.join(names)} | {taken} | {words} |"
+
+
+def _metric_rows() -> Iterator[str]:
+    """Yield a row for each metric: its names and labels here and in vLLM, and its text."""
+    for name, metric in METRICS.items():
+        end = "_total" if metric.kind == "counter" else ""
+        in_vllm = ", ".join(f"`vllm:{each}{end}`" for each in metric.vllm)
+        if metric.vllm_labels != metric.labels and metric.vllm:
+            in_vllm += f" with {', '.join(f'`{label}`' for label in metric.vllm_labels)}"
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        yield f"| `dcpmla_{name}{end}` | {labels} | {in_vllm} | {metric.text} |"
 
 
 def _field_rows() -> Iterator[str]:

@@ -144,7 +144,7 @@ def test_the_command_of_an_installed_package_names_it(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_an_extra_declares_its_packages(extra: str) -> None:
-    names = {"pynvml": "nvidia-ml-py"}
+    names = {"pynvml": "nvidia-ml-py", "zmq": "pyzmq"}
     declared = metadata()["optional-dependencies"]
     assert {names.get(package, package.replace("_", "-")) for package in EXTRAS[extra]} == {
         name.partition(">")[0] for name in declared[extra] if not name.startswith("dcpmla")

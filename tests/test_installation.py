@@ -62,6 +62,7 @@ def test_what_is_imported_is_declared() -> None:
         "pynvml": "nvidia-ml-py",
         "prometheus_client": "prometheus-client",
         "nixl_cu12": "nixl-cu12",
+        "zmq": "pyzmq",
     }
     optional = {"flashinfer"}  # used if it is installed
     declared = [*metadata()["dependencies"], *itertools.chain(*metadata()["optional-dependencies"].values())]

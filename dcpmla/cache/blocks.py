@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b, sha256
 from typing import Self
 
+from dcpmla.cache.block_events import BlockEvent, Cleared, Removed
 from dcpmla.cache.plan import CachePlan
 from dcpmla.cache.states import StatePool, Worth
 
@@ -46,6 +47,8 @@ class BlockAllocator:
     Args:
         block_tokens: Tokens that a block id covers, over all DCP ranks.
         num_states: Size of the pool of states, 0 for caches that consist of blocks only.
+    Attributes:
+        events: Changes of the remembered blocks since `take_events`; None, the default, where nobody takes them.
     """
 
     def __init__(self, num_blocks: int, block_tokens: int, num_states: int = 0) -> None:
@@ -54,6 +57,7 @@ class BlockAllocator:
         if block_tokens < 1:
             raise ValueError(f"block_tokens is {block_tokens}; it must be at least 1")
         self.num_blocks, self.block_tokens, self._num_states = num_blocks, block_tokens, num_states
+        self.events: list[BlockEvent] | None = None
         self.reset()
 
     @classmethod
@@ -70,6 +74,8 @@ class BlockAllocator:
         self._by_key: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}  # the inverse of _by_key
         self.num_remembered = 0  # a counter that never decreases
+        if self.events is not None:
+            self.events.append(Cleared())
 
     @property
     def num_free(self) -> int:
@@ -121,11 +127,13 @@ class BlockAllocator:
                 if block not in self._keys:
                     self._free.move_to_end(block, last=False)
 
-    def remember(self, block: int, key: bytes) -> None:
-        """Register a full block with a holder under its key. If blocks share a key, `find` returns the first."""
-        if self._by_key.setdefault(key, block) == block:
-            self.num_remembered += 1
-            self._keys[block] = key
+    def remember(self, block: int, key: bytes) -> bool:
+        """Register a full block with a holder under its key; return False if another block has the key already."""
+        if key in self._by_key:
+            return False
+        self._by_key[key], self._keys[block] = block, key
+        self.num_remembered += 1
+        return True
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """Return the remembered blocks of a sequence, up to the first key without one."""
@@ -158,9 +166,16 @@ class BlockAllocator:
                 return list(blocks[:end]), state
         return [], None
 
+    def take_events(self) -> list[BlockEvent]:
+        """Return the changes of the remembered blocks since the last call, the oldest first, and keep later ones."""
+        events, self.events = self.events or [], []
+        return events
+
     def _forget(self, block: int) -> None:
         key = self._keys.pop(block, None)
         if key is not None:
             del self._by_key[key]
+            if self.events is not None:
+                self.events.append(Removed(key))
             if self._num_states:
                 self.states.forget(block)

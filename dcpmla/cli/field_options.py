@@ -20,6 +20,7 @@ def add_fields(
     names: Collection[str] | None = None,
     options: Mapping[str, str] | None = None,
     changes: Mapping[str, dict[str, Any]] | None = None,
+    aliases: Mapping[str, str] | None = None,
 ) -> None:
     """Add a group with an option for each field of a dataclass, in their order. Its help is the field's text in the
     dataclass's docstring, with the default.
@@ -30,14 +31,17 @@ def add_fields(
         names: Names of the fields; None for all.
         options: Names of options that are not the field's: "--dcp-check-exchange" of check_exchange.
         changes: Arguments of `add_argument` that a field's type, rule and default do not give.
+        aliases: Further names of options.
     """
     group, rules, types, texts = parser.add_argument_group(title), rules_of(kind), get_type_hints(kind), texts_of(kind)
     for field in fields(kind):
         name = field.name
         if names is None or name in names:
             keywords = _keywords(field, types[name], rules.get(name)) | (changes or {}).get(name, {})
-            option = (options or {}).get(name, "--" + name.replace("_", "-"))
-            group.add_argument(option, dest=name, help=texts.get(name, "").replace("%", "%%"), **keywords)
+            flags = [(options or {}).get(name, "--" + name.replace("_", "-"))]
+            if aliases and name in aliases:
+                flags.append(aliases[name])
+            group.add_argument(*flags, dest=name, help=texts.get(name, "").replace("%", "%%"), **keywords)
 
 
 def texts_of(kind: type) -> dict[str, str]:

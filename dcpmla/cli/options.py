@@ -4,14 +4,14 @@ engine (`EngineOptions`).
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dcpmla.cli.field_options import add_fields, list_reader, reader, values_of
-from dcpmla.config import KV_CACHE_DTYPES, DCPConfig
+from dcpmla.config import KV_CACHE_ALIASES, KV_CACHE_DTYPES, DCPConfig
 from dcpmla.fields import Rule, is_whole, number, whole
 from dcpmla.integrations.arguments import layout
 from dcpmla.integrations.engine_options import EngineOptions
@@ -26,6 +26,17 @@ from dcpmla.planning.capacity import FORMATS
 # Fields of `DCPConfig` that `add_fields` does not add: two have options of their own, and the third has none.
 _APART = ("tensor_parallel_size", "decode_context_parallel_size", "context_workspace_tokens")
 _OWN = ("run", "launch", "node_rank", "master_addr")  # arguments that may differ between ranks
+
+# vLLM's other names of options and of their values.
+_ALIASES = {
+    "cp_kv_cache_interleave_size": "--dcp-kv-cache-interleave-size",
+    "enable_expert_parallel": "-ep",
+    "gpu_memory_utilization": "--device-memory-utilization",
+    "speculative_method": "--spec-method",
+    "num_speculative_tokens": "--spec-tokens",
+}
+_DTYPES = {"half": "float16", "float": "float32"}
+_LOAD_FORMATS = dict.fromkeys(("safetensors", "fastsafetensors", "instanttensor", "runai_streamer"), "auto")
 
 if TYPE_CHECKING:  # these import transformers, which only commands that run a model need
     from dcpmla.comm.select import ChosenExchange
@@ -63,10 +74,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     changes: dict[str, dict[str, Any]] = {
         "exchange_timeout": {"type": seconds, "metavar": "S"},
         "block_size": {"type": int},  # the dataclass checks it
-        "kv_cache_dtype": {"choices": (*KV_CACHE_DTYPES, "fp8_e4m3")},
+        "kv_cache_dtype": {"choices": (*KV_CACHE_DTYPES, *KV_CACHE_ALIASES)},
+        "dtype": {"type": renamed(_DTYPES)},
+        "load_format": {"type": renamed(_LOAD_FORMATS)},
     }
-    add_fields(parser, DCPConfig, "layout of the cache", names, options, changes)
-    add_fields(parser, EngineOptions, "engine")
+    add_fields(parser, DCPConfig, "layout of the cache", names, options, changes, _ALIASES)
+    add_fields(parser, EngineOptions, "engine", changes=changes, aliases=_ALIASES)
     parser.set_defaults(cp_kv_cache_interleave_size=None)  # it depends on other options (`layout`)
     add_job_arguments(parser)
     add_host_arguments(parser)
@@ -181,7 +194,12 @@ def name_list(text: str, choices: Sequence[str], kind: str) -> list[str]:
     return names
 
 
+def renamed(names: Mapping[str, str]) -> Callable[[str], str]:
+    """Return a function that reads a value for argparse, and replaces vLLM's names by the ones here."""
+    return lambda text: names.get(text, text)
+
+
 def format_list(text: str) -> list[str]:
-    """Read cache formats separated by commas, each once; fp8_e4m3 is another name of fp8."""
-    names = ("fp8" if name == "fp8_e4m3" else name for name in text.split(","))
+    """Read cache formats separated by commas, each once, also under vLLM's names."""
+    names = (KV_CACHE_ALIASES.get(name, name) for name in text.split(","))
     return name_list(",".join(names), FORMATS, "a cache format")

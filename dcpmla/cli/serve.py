@@ -2,16 +2,20 @@
 
 import argparse
 import gc
+import json
 import logging
 import os
 import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from dcpmla.cli.field_options import add_fields, values_of
-from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, start
+from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, renamed, start
+from dcpmla.cli.vllm_arguments import add_speculative_config, plain_arguments
+from dcpmla.cli.vllm_options import add_vllm_options, check_quantization, check_vllm_options
 from dcpmla.config import DCPConfig
 from dcpmla.extras import needed_by
 from dcpmla.integrations.open_model import check_layout, open_model
@@ -21,19 +25,36 @@ from dcpmla.job.bootstrap import agree
 from dcpmla.job.join import LOAD_TIMEOUT
 from dcpmla.job.launcher import claimed_rank
 from dcpmla.serving.frontend import Frontend, listen
+from dcpmla.serving.kv_events import EventsConfig
 from dcpmla.serving.loop import ServingLoop, started
 from dcpmla.serving.messages import Opened
 from dcpmla.serving.settings import ServeOptions, Settings, is_loopback
 
+if TYPE_CHECKING:
+    from dcpmla.__main__ import Parser
+    from dcpmla.serving.kv_publisher import EventPublisher  # It needs the extra `events`.
+
 _KEY, _TRANSFER_KEY = "DCPMLA_API_KEY", "DCPMLA_TRANSFER_KEY"
+_ALIASES = {"disable_access_log": "--disable-uvicorn-access-log"}  # vLLM's other names of options
+_REASONING_PARSERS = {"deepseek_r1": "deepseek_v3"}  # other names of formats
 _logger = logging.getLogger(__name__)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `serve`."""
+def add_arguments(parser: "Parser") -> None:
+    """Add the options of `serve`, and vLLM's."""
     parser.set_defaults(run=run)
     add_engine_arguments(parser)
-    add_fields(parser, ServeOptions, "server")
+    changes: dict[str, dict[str, Any]] = {
+        "kv_events_config": {"type": _read_events_config, "metavar": "JSON"},
+        "default_chat_template_kwargs": {"type": _read_object, "metavar": "JSON"},
+        "reasoning_parser": {"type": renamed(_REASONING_PARSERS)},
+    }
+    add_fields(parser, ServeOptions, "server", changes=changes, aliases=_ALIASES)
+    add_speculative_config(parser)
+    text = "method of the checkpoint's quantization, for the check that it has that one"
+    parser.add_argument("--quantization", "-q", metavar="METHOD", help=text)
+    add_vllm_options(parser)
+    parser.rewrite = plain_arguments
 
 
 def run(args: argparse.Namespace) -> None:
@@ -42,15 +63,21 @@ def run(args: argparse.Namespace) -> None:
     Every rank calls it; the first one listens.
     """
     dcp = dcp_config(args, args.decode_context_parallel_size)
-    options = _take_options(args)
+    options, notes = _take_options(args), [*check_vllm_options(args.vllm_options, args.model)]
     _check_role(options, dcp)
     _set_up_log(options.log_level)
     frontend = _start_frontend(options, args.model)
+    publisher = None if frontend is None else _start_publisher(options.kv_events_config)
+    for note in notes if frontend is not None else ():
+        _logger.warning("%s", note)
     with start(args) as job, ExitStack() as to_close:
+        if publisher is not None:
+            to_close.callback(publisher.close)
         job.watchdog.enter("reading the model's files", LOAD_TIMEOUT)
         with agree():
             files = open_model(args.model, args.max_model_len, args.revision)
             check_layout(files, dcp)
+            check_quantization(args.quantization, files.config)
         start_time = time.monotonic()
         if frontend is not None:
             frontend.start()
@@ -65,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
                 os.environ.setdefault("UCX_NET_DEVICES", "lo")  # UCX listens for this host's servers alone
             with needed_by(f"--role {options.role}"):
                 link = link_engine(engine, files, options.role)
-        loop = ServingLoop(engine, frontend)
+        loop = ServingLoop(engine, frontend, publisher)
         job.watchdog.on_stop(loop.stop)
         if frontend is not None:
             message = started(engine, files, link)
@@ -166,20 +193,55 @@ def _start_frontend(options: ServeOptions, model: str) -> Frontend | None:
 
     _check_keys(options)
     check_template_sandbox()
-    name, template = options.served_model_name or model, _read_template(options.chat_template)
+    name, template = [*options.served_model_name, model][0], _read_template(options.chat_template)
     settings = Settings(**vars(options), name=name, template=template)
     with listen(options.host, options.port) as listener:
         return Frontend(partial(serve_http, listener=listener, settings=settings), listener)
 
 
+def _start_publisher(config: EventsConfig | None) -> "EventPublisher | None":
+    """Start the publisher of the cache's changes, if the config asks for one.
+
+    Raises:
+        ValueError: ZeroMQ does not take an address, or the extra `events` is not installed.
+    """
+    if config is None or not config.is_enabled:
+        return None
+    with needed_by("kv_events_config (--kv-events-config)"):
+        from dcpmla.serving.kv_publisher import EventPublisher
+
+    publisher = EventPublisher(config)
+    print(f"publishing KV events at {publisher.address}", flush=True)
+    return publisher
+
+
+def _read_events_config(text: str) -> EventsConfig:
+    """Read `--kv-events-config` for argparse."""
+    try:
+        return EventsConfig.read(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _read_object(text: str) -> dict[str, Any]:
+    """Read a JSON object for argparse."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return value
+
+
 def _read_template(path: str | None) -> str | None:
-    """Read a chat template.
+    """Read a chat template: a file, or its text as vLLM takes it, which has a brace.
 
     Raises:
         ValueError: The file cannot be read, or is empty.
     """
-    if path is None:
-        return None
+    if path is None or "{" in path:
+        return path
     try:
         text = Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:

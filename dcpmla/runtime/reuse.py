@@ -11,6 +11,7 @@ from typing import NamedTuple
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.states import Worth
 from dcpmla.cache.tier import HostTier
+from dcpmla.runtime.block_events import stored_events
 from dcpmla.runtime.costs import TOKEN_COSTS, LoadCosts
 from dcpmla.runtime.progress import Loading
 from dcpmla.runtime.request import Request
@@ -317,9 +318,13 @@ class PrefixReuse:
         start, end = request.num_remembered_blocks, num_known // block_tokens
         if end < start:  # It has found blocks of tokens that a stop string may still take back.
             return None
-        for block, key in zip(blocks[start:end], request.block_keys(start, end, block_tokens), strict=True):
-            self._allocator.remember(block, key)
-            self._tier.remember(block, key)
+        new = list[int]()
+        for index, key in enumerate(request.block_keys(start, end, block_tokens), start):
+            if self._allocator.remember(blocks[index], key):
+                new.append(index)
+            self._tier.remember(blocks[index], key)
+        if self._allocator.events is not None:
+            self._allocator.events += stored_events(request, new, block_tokens)
         request.num_remembered_blocks = end
         if self._forks is None or num_known % block_tokens or num_known < request.num_computed_tokens:
             return None  # the state is the one after all tokens computed

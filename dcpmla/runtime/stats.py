@@ -1,6 +1,6 @@
 """Totals of what an engine has served."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from dcpmla.runtime.request import Request
@@ -66,7 +66,9 @@ class Stats:
     Attributes:
         num_preemptions: Number of preemptions of finished requests.
         num_cached_tokens: Number of prompt tokens of finished requests that earlier requests had computed.
+        num_drafts: Number of times that a request had drafts in a step.
         num_draft_tokens, num_accepted_tokens: Numbers of drafts computed and accepted.
+        num_accepted_at: Number of drafts accepted at each position after the step's token.
         max_num_running: Largest number of requests that held blocks at the same time.
     """
 
@@ -79,8 +81,10 @@ class Stats:
     num_new_tokens: int = 0
     num_preemptions: int = 0
     num_cached_tokens: int = 0
+    num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_accepted_at: list[int] = field(default_factory=list)
     max_num_running: int = 0
 
     def count_step(self, is_prefill: bool, num_tokens: int, seconds: float) -> None:
@@ -95,8 +99,12 @@ class Stats:
 
     def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
         """Add a request's drafts in a step."""
+        self.num_drafts += 1
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
+        self.num_accepted_at += [0] * (num_accepted - len(self.num_accepted_at))
+        for position in range(num_accepted):
+            self.num_accepted_at[position] += 1
 
     def count_finished(self, request: Request) -> None:
         """Add the counts of a finished request."""

@@ -98,16 +98,17 @@ class Api:
         return JSONResponse({"version": metadata.version("dcpmla")})
 
     async def models(self, request: Request) -> Response:
-        """Return a list of the one model."""
-        return JSONResponse({"object": "list", "data": [self._model_card()]})
+        """Return a list of the one model, under each of its names."""
+        return JSONResponse({"object": "list", "data": [*map(self._model_card, self._settings.names)]})
 
     async def model(self, request: Request) -> Response:
         """Return the model, if it has the name."""
-        self._texts(request.path_params["name"])
-        return JSONResponse(self._model_card())
+        name = request.path_params["name"]
+        self._texts(name)
+        return JSONResponse(self._model_card(name))
 
-    def _model_card(self) -> dict[str, Any]:
-        card = {"id": self._settings.name, "object": "model", "created": self._created, "owned_by": "dcpmla"}
+    def _model_card(self, name: str) -> dict[str, Any]:
+        card = {"id": name, "object": "model", "created": self._created, "owned_by": "dcpmla"}
         return {**card, "max_model_len": self._engine.ready().model.max_model_len}
 
     async def completions(self, request: Request) -> Response:
@@ -166,7 +167,7 @@ class Api:
     def _texts(self, name: str | None) -> Texts:
         """Return the tokenizer of the model that a client names, or of the one there is."""
         self._engine.ready()
-        if name not in (None, self._settings.name):
+        if name is not None and name not in self._settings.names:
             words = f"the model {name!r} does not exist; this is {self._settings.name!r}"
             raise ApiError(404, words, param="model", code="model_not_found")
         return Texts(self._background)
@@ -207,7 +208,8 @@ class Api:
         """Return the form of the model's conversations."""
         settings, prepared = self._settings, self._engine.ready()
         formats = settings.tool_call_parser, settings.reasoning_parser
-        return Chats(prepared, settings.template, *formats, self._background, self._checks)
+        variables = settings.default_chat_template_kwargs or {}
+        return Chats(prepared, settings.template, *formats, variables, self._background, self._checks)
 
     async def _answer(
         self,
@@ -259,5 +261,5 @@ class Api:
                 found = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
             case _:
                 found = ApiError(500, "the server has made a mistake; its log says more")
-        self._engine.metrics.refused.labels(str(found.status)).inc()
+        self._engine.metrics.count("refused_requests", str(found.status))
         return found.response(request.url.path)

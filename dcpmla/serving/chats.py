@@ -1,7 +1,9 @@
 """Chats of one model: conversations -> prompts, and readers of its answers."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 from dcpmla.serving.answer_grammars import AnswerGrammars
 from dcpmla.serving.background import Background, Prepared, prepare
@@ -16,6 +18,7 @@ from dcpmla.serving.structured import GrammarChecks
 from dcpmla.serving.worker import Allowance, LimitError, Worker
 
 _RENDERED = 1 << 24  # characters a second of a slow template; common ones are faster
+_NONE: Mapping[str, Any] = {}
 _SMALL_NUMBER = 64  # messages whose number does not matter
 
 
@@ -26,6 +29,7 @@ class Chats:
         chat_template: Template in place of the tokenizer's, None for that.
         call_parser: Name of the format of tool calls, None for the model's.
         reasoning_parser: Name of the format of reasoning, None for the model's.
+        variables: Variables of the template, where a conversation does not give them.
         background: What renders and tokenizes prompts; None for one of its own.
         checks: Checks of grammars; by default the background's worker makes them.
 
@@ -39,10 +43,12 @@ class Chats:
         chat_template: str | None = None,
         call_parser: str | None = None,
         reasoning_parser: str | None = None,
+        variables: Mapping[str, Any] = _NONE,
         background: Background | None = None,
         checks: GrammarChecks | None = None,
     ) -> None:
         background, model = background or Background(prepared, Worker(prepare)), prepared.model
+        self._variables = variables
         self._background, self._texts, self._given_template = background, Texts(background), chat_template
         self._template = prepared.template(chat_template)
         types = model.model_type, model.text_type
@@ -88,6 +94,7 @@ class Chats:
         """Return a conversation's text in pieces, which have no token in common."""
         if conversation.tool_use.tools and self._call_format is None:
             raise ApiError(400, "tools need --tool-call-parser: the model's format is unknown", param="tools")
+        conversation = replace(conversation, defaults=self._variables)
         self._template.check(conversation, self._texts.tokenizer)
         return (await self._rendered(conversation)).split(CUT)
 

@@ -186,7 +186,7 @@ class Engine:
         unfinished = [request_id for request_id in generation.indices if request_id in self._open]
         for request_id in unfinished:
             self._end(request_id)
-            self.metrics.requests.labels("abort").inc()
+            self.metrics.count("requests", "abort")
         self.outbox.abort(unfinished)
         self._num_tokens -= generation.num_tokens
         generation.num_tokens = 0
@@ -228,6 +228,7 @@ class Engine:
                 case Started():
                     assert tokenizer is not None, "the ranks send Opened first"
                     self.prepared, self._last = Prepared(message, *await tokenizer), time.monotonic()
+                    self.metrics.describe(message)
                 case Wanted():
                     self.on_wanted(message)
                 case Drain():
@@ -306,12 +307,12 @@ class Generation(AbstractContextManager["Generation"]):
     @property
     def num_new_tokens(self) -> int:
         """Return the number of new tokens so far, of all requests."""
-        return sum(num_tokens for _, num_tokens in self.timings.first.values())
+        return sum(each.num_tokens for each in self.timings.progress.values())
 
     @property
     def first_token_time(self) -> float | None:
         """Return the time of the first new token of any request; None without one."""
-        return min((first for first, _ in self.timings.first.values()), default=None)
+        return min((each.first for each in self.timings.progress.values()), default=None)
 
     def take(self, output: Output) -> None:
         """Take an output with its text. Log probabilities of a prompt wait for the first new token."""

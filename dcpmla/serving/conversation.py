@@ -30,6 +30,7 @@ class Conversation:
         reasoning_field: Name of the field that asks for reasoning; empty if a model without it is fine.
         add_generation_prompt: Whether the prompt begins the answer.
         continue_final_message: Whether the prompt leaves the last message open.
+        defaults: Variables of the template that the server gives, where the client does not.
     """
 
     messages: list[Json]
@@ -40,6 +41,7 @@ class Conversation:
     reasoning_field: str = ""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_characters(self) -> int:

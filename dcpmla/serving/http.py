@@ -72,7 +72,7 @@ async def _serve(
     worker: Worker,
 ) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
-    engine = Engine(reader, Outbox(writer), settings.max_waiting, Metrics())
+    engine = Engine(reader, Outbox(writer), settings.max_waiting, Metrics(settings.metrics_names, settings.name))
     tasks = [asyncio.create_task(engine.finish(settings.drain_seconds)), asyncio.create_task(_beat(writer))]
     prefills = None
     if settings.prefill_servers:

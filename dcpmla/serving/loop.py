@@ -6,6 +6,7 @@ The first rank posts the HTTP process's commands, which a step brings to all ran
 import logging
 import threading
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from dcpmla.integrations.model_files import read_encoder, read_model_type
 from dcpmla.integrations.open_model import ModelFiles
@@ -35,6 +36,9 @@ from dcpmla.serving.messages import (
 )
 from dcpmla.transfer.transport import Peer
 
+if TYPE_CHECKING:  # It needs the extra `events`.
+    from dcpmla.serving.kv_publisher import EventPublisher
+
 _logger = logging.getLogger(__name__)
 _POLL = 0.005  # seconds between two steps that only look at transfers
 _IDLE = 1.0  # seconds between two steps of an idle engine, in which the ranks show that they run
@@ -45,10 +49,13 @@ class ServingLoop:
 
     Args:
         frontend: The HTTP process; None on every rank but the first.
+        publisher: Publisher of the changes of the cache; None on every rank but the first, and where nobody asks.
     """
 
-    def __init__(self, engine: Engine, frontend: Frontend | None) -> None:
-        self._engine, self._frontend = engine, frontend
+    def __init__(self, engine: Engine, frontend: Frontend | None, publisher: "EventPublisher | None" = None) -> None:
+        self._engine, self._frontend, self._publisher = engine, frontend, publisher
+        if publisher is not None:
+            engine.allocator.events = []
         engine.stops = None  # The HTTP process makes all texts, and finds stop strings in them.
         self._requests: dict[int, Request] = {}
         self._outputs: list[Output] = []
@@ -192,6 +199,7 @@ class ServingLoop:
                 logprobs=_taken(request.logprobs),
                 finish_reason=request.finish_reason,
                 num_cached_tokens=request.num_cached_tokens,
+                queue_seconds=0.0 if request.scheduled_time is None else request.scheduled_time - request.arrival_time,
                 prompt_logprobs=_taken(request.prompt_logprobs),
             )
         )
@@ -204,6 +212,11 @@ class ServingLoop:
         outputs, self._outputs = self._outputs, []
         if self._frontend is None:
             return
+        more: dict[tuple[str, ...], float] = {}
+        if self._publisher is not None:
+            allocator = self._engine.allocator
+            self._publisher.publish(allocator.take_events(), allocator.block_tokens)
+            more = self._publisher.totals()
         engine, num_seen = self._engine, [(each.token_ids, each.num_seen_tokens) for each in self._requests.values()]
         self._frontend.send(
             Report(
@@ -212,7 +225,7 @@ class ServingLoop:
                 num_running=len(engine.scheduler.running),
                 num_waiting=len(engine.scheduler.waiting),
                 cache_use=engine.cache_use(),
-                totals=_totals(engine),
+                totals=_totals(engine) | more,
                 readers=[] if engine.handoffs is None else engine.handoffs.readers,
                 num_unseen=max((len(tokens) - num for tokens, num in num_seen if num is not None), default=0),
             )
@@ -239,6 +252,7 @@ def started(engine: Engine, files: ModelFiles, link: Peer | None = None) -> Star
         eos_token_ids=engine.grammars.eos_token_ids,
         no_grammars=engine.grammars.load(),
         link=None if link is None else Connect(*link),
+        block_tokens=sizes.block_tokens,
     )
 
 
@@ -248,9 +262,11 @@ def _totals(engine: Engine) -> dict[tuple[str, ...], float]:
     totals: dict[tuple[str, ...], float] = {
         ("compilations",): len(engine.compilations),
         ("preemptions",): stats.num_preemptions,
+        ("drafts",): stats.num_drafts,
         ("draft_tokens",): stats.num_draft_tokens,
         ("accepted_draft_tokens",): stats.num_accepted_tokens,
     }
+    totals |= {("accepted_draft_tokens_at", str(at)): number for at, number in enumerate(stats.num_accepted_at)}
     for labels, copies in () if engine.offload is None else engine.offload.totals().items():
         totals |= {(f"kv_offload_{name}", *labels): total for name, total in vars(copies).items()}
     for direction, side in () if handoffs is None else (("sent", handoffs.sent), ("received", handoffs.received)):

@@ -136,6 +136,7 @@ class Started(Message, frozen=True):
         eos_token_ids: End-of-sequence tokens.
         no_grammars: Reason why no request may have a grammar; empty if requests may.
         link: This job, for others that exchange blocks with it; None if it exchanges none.
+        block_tokens: Tokens of a block of the cache, over all DCP ranks.
     """
 
     directory: str
@@ -149,6 +150,7 @@ class Started(Message, frozen=True):
     eos_token_ids: list[int] = []
     no_grammars: str = ""
     link: Connect | None = None
+    block_tokens: int = 1
 
 
 class Submit(Message, frozen=True):
@@ -209,6 +211,7 @@ class Output(NamedTuple):
         logprobs: Log probabilities of the new tokens, where they are asked for.
         finish_reason: Reason of the end, with the last token.
         num_cached_tokens: Tokens of the prompt that an earlier request had computed.
+        queue_seconds: Time from the request's arrival at the engine to its first step.
         prompt_logprobs: Log probabilities of the prompt's next tokens, before or with the first new token.
         error: Reason of the finish_reason "error"; without one, the reason for which the engine refuses the request.
         stop_string: Stop string that ended the request, with the last token; empty for any other end.
@@ -225,6 +228,7 @@ class Output(NamedTuple):
     error: str = ""
     stop_string: str = ""
     offsets: tuple[int, ...] = ()
+    queue_seconds: float = 0.0
 
     @property
     def num_tokens(self) -> int:

@@ -1,27 +1,80 @@
 """Measurements of a server, as Prometheus reads them."""
 
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from dcpmla.serving.messages import Output, Report
+from dcpmla.serving.messages import Output, Report, Started
+from dcpmla.serving.metric_names import METRICS, Metric
 
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_ENGINE = "0"  # vLLM numbers the replicas of a server
 
-# Texts and labels of the engine's totals (`Report.totals`).
-_TOTALS = {
-    "compilations": ("Kernels that the first rank compiled after its warm-up, while requests waited.",),
-    "preemptions": ("Times that finished requests gave up their blocks.",),
-    "draft_tokens": ("Drafts that steps have tried.",),
-    "accepted_draft_tokens": ("Drafts that became tokens.",),
-    "kv_offload_blocks": ("Blocks that were copied to and from a tier of memory.", "tier", "direction"),
-    "kv_offload_bytes": ("Bytes of these copies on the first rank.", "tier", "direction"),
-    "kv_offload_seconds": ("Seconds of these copies on the first rank.", "tier", "direction"),
-    "kv_transfer_bytes": ("Bytes of transfers with other servers on the first rank.", "direction"),
-    "kv_transfer_seconds": ("Seconds of transfers with other servers on the first rank.", "direction"),
-    "kv_transfer_requests": ("Requests whose transfer has ended.", "direction", "outcome"),
+
+class Tally(Collector):
+    """A histogram of values that come with each token: Prometheus' own is slower, with its lock.
+
+    Args:
+        buckets: Bounds of the buckets, ascending, without the last one.
+        labelnames: Names of the labels, whose values come from `labels`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        text: str,
+        labelnames: Sequence[str] = (),
+        namespace: str = "",
+        *,
+        registry: CollectorRegistry,
+        buckets: Sequence[float],
+    ) -> None:
+        self._name, self._text = "_".join(filter(None, (namespace, name))), text
+        self._names, self._values = labelnames, tuple[str, ...]()
+        self._bounds, self._sum = buckets, 0.0
+        self._numbers = [0] * (len(buckets) + 1)
+        registry.register(self)
+
+    def labels(self, *values: str) -> "Tally":
+        """Give the labels their only values."""
+        self._values = values
+        return self
+
+    def observe(self, value: float) -> None:
+        """Take a value."""
+        self._numbers[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """Yield the histogram as Prometheus reads it."""
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        family = HistogramMetricFamily(self._name, self._text, labels=self._names)
+        family.add_metric(self._values, [*zip(bounds, accumulate(self._numbers), strict=True)], self._sum)
+        yield family
+
+
+_KINDS: Mapping[str, type[Counter] | type[Gauge] | type[Histogram] | type[Tally]] = {
+    "counter": Counter,
+    "gauge": Gauge,
+    "histogram": Histogram,
+    "tally": Tally,
 }
+
+
+@dataclass(slots=True)
+class _Progress:
+    """The times of a request's first and latest tokens, their number, and its seconds in the queue."""
+
+    first: float
+    latest: float
+    queued: float
+    num_tokens: int = 0
 
 
 @dataclass
@@ -30,75 +83,120 @@ class Timings:
 
     Attributes:
         num_prompt_tokens: Tokens of each request's prompt, by id.
-        first: Time of each request's first token and the tokens so far, by id.
+        progress: Times of each request that has a token, by id.
     """
 
     submitted: float
     num_prompt_tokens: dict[int, int] = field(default_factory=dict)
-    first: dict[int, tuple[float, int]] = field(default_factory=dict)
+    progress: dict[int, _Progress] = field(default_factory=dict)
 
 
 class Metrics:
     """Counters, gauges and histograms of one server, in a registry of their own.
 
-    Attributes:
-        requests: Finished requests, by the reason of their end.
-        refused: HTTP requests that got an error, by status.
-        local_prefills: Requests that no prefill server computes.
+    Args:
+        names: "dcpmla", or "vllm" for vLLM's names and labels of what it measures, too.
+        model: Name of the model, a label in vLLM.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: str = "dcpmla", model: str = "") -> None:
         self.registry = CollectorRegistry()
-        counter = partial(Counter, namespace="dcpmla", registry=self.registry)
-        gauge = partial(Gauge, namespace="dcpmla", registry=self.registry)
-        histogram = partial(Histogram, namespace="dcpmla", buckets=_SECONDS, registry=self.registry)
-        self.requests = counter("requests", "Finished requests, by why they ended.", ["finish_reason"])
-        self.refused = counter("refused_requests", "HTTP requests that were refused, by status.", ["status"])
-        self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts that were computed or found.")
-        self._cached_tokens = counter("cached_prompt_tokens", "Tokens of prompts that were cached already.")
-        self._new_tokens = counter("generation_tokens", "New tokens.")
-        self._totals = {name: counter(name, text, labels) for name, (text, *labels) in _TOTALS.items()}
+        self._names, self._of_vllm = names, {"model_name": model, "engine": _ENGINE}
+        # Prometheus' objects of each metric, with the values of their constant labels; without labels.
+        self._labelled: dict[str, list[tuple[tuple[str, ...], Any]]] = {}
+        self._plain: dict[str, list[Any]] = {}
+        for name, metric in METRICS.items():
+            made = self._make(name, metric)
+            if metric.labels:
+                self._labelled[name] = made
+            else:
+                self._plain[name] = [each.labels(*values) if values else each for values, each in made]
         self._seen: dict[tuple[str, ...], float] = {}
-        local = "Requests that no prefill server has computed, so this server does."
-        self.local_prefills = counter("kv_transfer_local_prefills", local)
-        self._running = gauge("requests_running", "Requests that hold blocks of the cache.")
-        self._waiting = gauge("requests_waiting", "Requests that wait for blocks.")
-        unseen = "New tokens of a request still to be searched for stop strings, of the request with most."
-        self._unseen = gauge("stop_string_unseen_tokens", unseen)
-        self._cache_use = gauge("kv_cache_use", "Part of the cache's blocks that requests hold.")
-        self._first_token = histogram("time_to_first_token_seconds", "Seconds from a request to its first token.")
-        self._per_token = histogram("time_per_output_token_seconds", "Seconds per token after a request's first one.")
-        self._end_to_end = histogram("request_seconds", "Seconds from a request to its last token.")
+
+    def _make(self, name: str, metric: Metric) -> list[tuple[tuple[str, ...], Any]]:
+        """Return an object of Prometheus for each name of a metric, with the values of its constant labels."""
+        kind = _KINDS[metric.kind]
+        more: dict[str, Any] = {"buckets": metric.buckets} if metric.buckets else {}
+        if self._names == "dcpmla" or not metric.vllm:
+            return [((), kind(name, metric.text, metric.labels, "dcpmla", registry=self.registry, **more))]
+        labels, values = (*self._of_vllm, *metric.vllm_labels), tuple(self._of_vllm.values())
+        made = (kind(f"vllm:{each}", metric.text, labels, registry=self.registry, **more) for each in metric.vllm)
+        return [(values, each) for each in made]
+
+    def _of(self, name: str, labels: tuple[str, ...]) -> list[Any]:
+        """Return Prometheus' objects of a metric with values of its labels."""
+        if not labels:
+            return self._plain[name]
+        return [made.labels(*values, *labels) for values, made in self._labelled[name]]
+
+    def count(self, name: str, *labels: str, amount: float = 1) -> None:
+        """Add to a counter."""
+        for counter in self._of(name, labels):
+            counter.inc(amount)
+
+    def describe(self, model: Started) -> None:
+        """Take the sizes of the cache."""
+        num_blocks = model.num_cache_tokens // model.block_tokens
+        for gauge in self._of("cache_info", (str(model.block_tokens), str(num_blocks))):
+            gauge.set(1)
 
     def values(self) -> dict[str, float]:
-        """Return the values of metrics without labels, by their names less "dcpmla_"."""
-        samples = (sample for metric in self.registry.collect() for sample in metric.samples)
-        return {sample.name.removeprefix("dcpmla_"): sample.value for sample in samples if not sample.labels}
+        """Return the values of counters and gauges without labels, by their names in the table."""
+        return {
+            name: next(iter(made[0].collect())).samples[0].value
+            for name, made in self._plain.items()
+            if METRICS[name].kind in ("counter", "gauge")
+        }
 
     def state(self, report: Report) -> None:
         """Take the engine's state."""
-        self._running.set(report.num_running)
-        self._waiting.set(report.num_waiting)
-        self._cache_use.set(report.cache_use)
-        self._unseen.set(report.num_unseen)
+        state = {
+            "requests_running": report.num_running,
+            "requests_waiting": report.num_waiting,
+            "kv_cache_use": report.cache_use,
+            "stop_string_unseen_tokens": report.num_unseen,
+        }
+        for name, value in state.items():
+            for gauge in self._of(name, ()):
+                gauge.set(value)
         for key, total in report.totals.items():
             name, *labels = key
-            counter = self._totals[name].labels(*labels) if labels else self._totals[name]
-            counter.inc(total - self._seen.get(key, 0))
+            self.count(name, *labels, amount=total - self._seen.get(key, 0))
         self._seen |= report.totals
 
     def observe(self, output: Output, timings: Timings, now: float) -> None:
         """Take a request's new tokens."""
-        self._new_tokens.inc(output.num_tokens)
-        if output.request_id not in timings.first and output.num_tokens:
-            timings.first[output.request_id] = now, 0
-            self._first_token.observe(now - timings.submitted)
-            self._prompt_tokens.inc(timings.num_prompt_tokens[output.request_id])
-            self._cached_tokens.inc(output.num_cached_tokens)
-        first, num_tokens = timings.first.get(output.request_id, (now, 0))
-        timings.first[output.request_id] = first, num_tokens + output.num_tokens
+        self.count("generation_tokens", amount=output.num_tokens)
+        progress = timings.progress.get(output.request_id)
+        if output.num_tokens:
+            if progress is None:
+                progress = timings.progress[output.request_id] = _Progress(now, now, output.queue_seconds)
+                self._time("time_to_first_token_seconds", now - timings.submitted)
+                self.count("prompt_tokens", amount=timings.num_prompt_tokens[output.request_id])
+                self.count("cached_prompt_tokens", amount=output.num_cached_tokens)
+            else:
+                self._time("inter_token_seconds", now - progress.latest)
+            progress.latest = now
+            progress.num_tokens += output.num_tokens
         if output.finish_reason:
-            self.requests.labels(output.finish_reason).inc()
-            self._end_to_end.observe(now - timings.submitted)
-            if num_tokens:
-                self._per_token.observe((now - first) / num_tokens)
+            self._end(output, progress, timings, now)
+
+    def _end(self, output: Output, progress: _Progress | None, timings: Timings, now: float) -> None:
+        """Take the end of a request."""
+        self.count("requests", str(output.finish_reason))
+        self._time("request_seconds", now - timings.submitted)
+        self._time("request_prompt_tokens", timings.num_prompt_tokens[output.request_id])
+        if progress is None:
+            return
+        began, decode = timings.submitted + progress.queued, progress.latest - progress.first
+        self._time("request_queue_seconds", progress.queued)
+        self._time("request_prefill_seconds", max(0.0, progress.first - began))
+        self._time("request_decode_seconds", decode)
+        self._time("request_inference_seconds", max(0.0, progress.latest - began))
+        self._time("request_generation_tokens", progress.num_tokens)
+        if progress.latest > progress.first:
+            self._time("time_per_output_token_seconds", decode / (progress.num_tokens - 1))
+
+    def _time(self, name: str, value: float) -> None:
+        for histogram in self._of(name, ()):
+            histogram.observe(value)

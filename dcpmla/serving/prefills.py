@@ -215,7 +215,7 @@ class Prefills:
             task.cancel()
         server = self.choose(request)
         if server is None:
-            self._engine.metrics.local_prefills.inc()
+            self._engine.metrics.count("kv_transfer_local_prefills")
             self._engine.outbox.send(Lose(request_id, is_local=True))
             return
         self._tried.setdefault(request_id, []).append(server.url)

@@ -1,14 +1,16 @@
 """The options of a server (`ServeOptions`), and what its HTTP process has besides (`Settings`)."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Annotated
+from typing import Annotated, Any
 
-from dcpmla.fields import FLAG, Count, Rule, one_of, optional, tuple_of, whole
+from dcpmla.fields import FLAG, OBJECT, TEXT, Count, Rule, instance_of, one_of, optional, tuple_of, whole
 from dcpmla.integrations.transfers import ROLES
 from dcpmla.serving.chat.formats import FORMATS
+from dcpmla.serving.kv_events import EventsConfig
+from dcpmla.serving.metric_names import METRICS_NAMES
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _LOOPBACK = "localhost", "127.0.0.1", "[::1]"  # names in requests
@@ -29,9 +31,10 @@ class ServeOptions:
     Attributes:
         host: Address to listen on, of the first rank's host. 0.0.0.0 listens to other machines, too: give a key then.
         port: Port to listen on; 0 is any that is free. The line `serving on http://...` shows it.
-        served_model_name: Name of the model in `/v1/models`, by default MODEL as it is given. A request may name this
-            model or none.
-        chat_template: File of a chat template in place of the model's, on the first rank's host.
+        served_model_name: Names of the model for requests, which may name none, too. Answers and metrics have the
+            first; by default MODEL as it is given.
+        chat_template: File of a chat template in place of the model's, on the first rank's host, or its text.
+        default_chat_template_kwargs: JSON object of variables of the template, where a request does not give them.
         tool_call_parser: Format of tool calls in place of the model's, under vLLM's name.
         reasoning_parser: Format of reasoning in place of the model's, under vLLM's name.
         role: Part of the work: "prefill" computes prompts for servers with "decode" (docs/disaggregation.md); "both"
@@ -53,12 +56,17 @@ class ServeOptions:
         log_level: Least important lines of the log that are written. "info" has a line for each request and, while the
             server is busy, one on its load every ten seconds.
         disable_access_log: Whether the log has no line for each request.
+        metrics_names: Names of the measurements in `/metrics`: "dcpmla", or "vllm" for vLLM's names and labels where it
+            measures the same.
+        kv_events_config: JSON object with vLLM's fields, after which the first rank publishes which prefixes its cache
+            has. It needs the extra `events`.
     """
 
     host: str = "127.0.0.1"
     port: Annotated[int, Rule("a port in [0, 65535]", whole(0, 65535).holds)] = 8000
-    served_model_name: str | None = None
+    served_model_name: Annotated[Sequence[str], tuple_of(TEXT)] = ()
     chat_template: str | None = None
+    default_chat_template_kwargs: Annotated[Mapping[str, Any] | None, optional(OBJECT)] = None
     tool_call_parser: _Format = None
     reasoning_parser: _Format = None
     role: Annotated[str, one_of(ROLES)] = "both"
@@ -71,6 +79,8 @@ class ServeOptions:
     drain_seconds: _Seconds = 25
     log_level: Annotated[str, one_of(LOG_LEVELS)] = "info"
     disable_access_log: Annotated[bool, FLAG] = False
+    metrics_names: Annotated[str, one_of(METRICS_NAMES)] = "dcpmla"
+    kv_events_config: Annotated[EventsConfig | None, optional(instance_of(EventsConfig))] = None
 
     @property
     def server_key(self) -> str | None:
@@ -93,12 +103,17 @@ class Settings(ServeOptions):
     """The options of a running server, and what follows from them and from the model's at its start.
 
     Attributes:
-        name: Name of the model for clients.
+        name: Name of the model in answers.
         template: Text of the chat template in place of the model's, None for that.
     """
 
     name: str
     template: str | None = None
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Return the names by which requests may call the model."""
+        return self.served_model_name or (self.name,)
 
 
 def is_loopback(host: str) -> bool:

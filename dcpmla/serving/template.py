@@ -49,7 +49,7 @@ class Template:
             raise ApiError(400, words, param="messages")
         # They are variables of the template, not arguments of the function that renders it.
         arguments = inspect.signature(tokenizer.apply_chat_template).parameters
-        if reserved := conversation.variables.keys() & arguments.keys():
+        if reserved := {*conversation.variables, *conversation.defaults} & arguments.keys():
             raise ApiError(400, f"{min(reserved)} is no variable of a chat template", param="chat_template_kwargs")
         if tools and "tools" not in self._words:
             raise wrong("tools", "are not supported by the model's chat template")
@@ -62,9 +62,9 @@ class Template:
     def render(self, conversation: Conversation) -> str:
         """Return the text of a conversation, in which texts of users and tools are cut (`ControlTokens.cut`)."""
         messages = self._control_tokens.cut(conversation.messages)
-        variables: Json = {}
+        variables: Json = {**conversation.defaults}
         if conversation.thinking is not None:
-            variables = dict.fromkeys(_SWITCHES, conversation.thinking)
+            variables |= dict.fromkeys(_SWITCHES, conversation.thinking)
         if conversation.effort is not None:
             variables["reasoning_effort"] = conversation.effort
         variables |= conversation.variables

@@ -22,7 +22,7 @@ class Throughput:
     def line(self) -> str:
         """Return the rates since the last call and the state now; empty if the server was idle, and is."""
         now, values = self._clock(), self._metrics.values()
-        totals = {name: values[f"{name}_total"] for name in _TOTALS}
+        totals = {name: values[name] for name in _TOTALS}
         seconds, (num_prompt, num_cached, num_new, num_preemptions) = (
             now - self._last,
             (totals[name] - self._totals[name] for name in _TOTALS),

@@ -52,7 +52,7 @@ def test_options_are_the_fields_of_layouts_and_engines() -> None:
                 default = None if field.name == "cp_kv_cache_interleave_size" else field.default
                 assert args[field.name] == default
                 assert len(actions[field.name].help or "") > 20
-    assert actions["kv_cache_dtype"].choices == ("auto", "bf16", "fp8", "fp8_ds_mla", "fp8_e4m3")
+    assert actions["kv_cache_dtype"].choices == ("auto", "bf16", "fp8", "fp8_ds_mla", "bfloat16", "fp8_e4m3")
     given = parser.parse_args(["--model", "m", "--no-enable-prefix-caching", "--dcp-check-exchange"])
     assert (given.enable_prefix_caching, given.check_exchange) == (False, True)
 

@@ -18,6 +18,7 @@ from dcpmla.serving.client import Engine
 from dcpmla.serving.connections import Limits
 from dcpmla.serving.few_lines import FewLines
 from dcpmla.serving.messages import Output, Report
+from dcpmla.serving.metric_names import METRICS_NAMES
 from dcpmla.serving.metrics import Metrics, Timings
 from dcpmla.serving.request_log import RequestLog
 from dcpmla.serving.settings import Settings
@@ -186,8 +187,9 @@ async def test_only_a_right_key_is_known() -> None:
         assert seen.pop() is expected
 
 
-def test_the_load_of_a_server_is_what_its_metrics_gained() -> None:
-    metrics, now = Metrics(), [50.0]
+@pytest.mark.parametrize("names", METRICS_NAMES)
+def test_the_load_of_a_server_is_what_its_metrics_gained(names: str) -> None:
+    metrics, now = Metrics(names, "m"), [50.0]
     throughput = Throughput(metrics, lambda: now[0])
     now[0] = 60.0
     assert throughput.line() == ""

@@ -266,7 +266,7 @@ def test_the_pages_commands_and_a_dead_rank(tmp_path: Path, capsys: pytest.Captu
             assert json.loads(answer)["choices"][0]["text"] == "123"
         exec(use, {})
         assert capsys.readouterr().out.splitlines()[-1].startswith("456 ")
-        assert "2 ranks, 2 of them on this host, started by dcpmla, on CPUs" in job.out
+        assert "2 ranks, 2 of them on this host, started by dcpmla, on CPUs" in job.err
         with Reader.reading(url, 8000) as running:
             job.ranks()[1].kill()
         check_failed_reader(running)

@@ -113,6 +113,39 @@ def test_times_and_ends_of_requests() -> None:
     assert ends == {"stop": 1, "length": 2, "abort": None}
 
 
+def test_phases_of_requests() -> None:
+    """A request waits 1 s, has its first tokens after 3 s, and ends with drafts 2 and 6 s later; another is aborted."""
+    metrics, timings = Metrics("vllm", "m"), Timings(100.0, {1: 70, 2: 9})
+    for now, output in (
+        (103.0, Output(1, "a", (5, 6), num_cached_tokens=64, queue_seconds=1.0)),
+        (105.0, Output(1, "b", (7,), num_cached_tokens=64, queue_seconds=1.0)),
+        (109.0, Output(1, "c", (8, 9, 10), finish_reason="stop", num_cached_tokens=64, queue_seconds=1.0)),
+        (110.0, Output(2, finish_reason="abort")),
+    ):
+        metrics.observe(output, timings, now)
+
+    def sample(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(f"vllm:{name}", {"model_name": "m", "engine": "0", **labels})
+
+    sums = {
+        "request_queue_time_seconds": 1,
+        "request_prefill_time_seconds": 2,
+        "request_decode_time_seconds": 6,
+        "request_inference_time_seconds": 8,
+        "request_time_per_output_token_seconds": 6 / 5,
+        "request_generation_tokens": 6,
+        "time_to_first_token_seconds": 3,
+        "inter_token_latency_seconds": 6,
+        "e2e_request_latency_seconds": 9 + 10,
+        "request_prompt_tokens": 79,
+    }
+    assert {name: sample(f"{name}_sum") for name in sums} == pytest.approx(sums)
+    assert sample("request_success_total", finished_reason="abort") == 1
+    assert sample("request_queue_time_seconds_count") == 1
+    for limit, number in (("1.0", 0), ("2.5", 1), ("5.0", 2), ("+Inf", 2)):
+        assert sample("inter_token_latency_seconds_bucket", le=limit) == number
+
+
 def test_totals_are_counted_once() -> None:
     metrics, tier, move = Metrics(), ("kv_offload_blocks", "host", "load"), ("kv_transfer_requests", "received", "done")
     for total in (3, 3, 5):

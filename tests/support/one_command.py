@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -42,8 +43,9 @@ class OneCommand:
         return self._err.read_text()
 
     def errors(self) -> list[str]:
-        """Return the lines of stderr, without empty ones and the progress bar's."""
-        return [line for line in self.err.splitlines() if line and not line.startswith("generate: ")]
+        """Return the lines of stderr, without empty ones, the progress bar's and those of the log at the level info."""
+        lines = (line for line in self.err.splitlines() if line and not line.startswith("generate: "))
+        return [line for line in lines if not re.match(r"\d\S+ \S+ INFO ", line)]
 
     def wait_for(self, text: str) -> None:
         """Wait until the command has printed a text, or has ended."""
