@@ -199,6 +199,7 @@ def test_its_options_are_those_of_generate() -> None:
     args = vars(build_parser().parse_args(["generate", "--model", "m"]))
     of_requests = {"command", "run", "prompts", "prompt_file", "output_file", "json", "logits"}
     of_requests |= {"max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids"}
+    of_requests |= {"nnodes", "node_rank", "master_addr", "master_port", "launch"}  # of the ranks that it starts
     allowed = {"model", "max_model_len", "revision", "device", "timeout", *DCP_OPTIONS, *ENGINE_OPTIONS}
     assert allowed | of_requests == set(args)
 

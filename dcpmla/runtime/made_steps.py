@@ -20,7 +20,7 @@ class Made(NamedTuple):
 
 
 # New tokens of pieces after a context: few, some that absorbed attention cuts into pieces of several lengths, more.
-_PIECES = (3, 17, 33, 64, 129, 257, 1025, 1537)
+_PIECES = (2, 3, 17, 33, 64, 129, 257, 1025, 1537)
 # Lengths and numbers of pieces beside a decode and a prompt that fills the step.
 _MIXED = ((2, 1), (64, 1), (33, 8), (257, 1))
 _DOCUMENT_TOKENS = 4096
