@@ -1,4 +1,4 @@
-"""Changes of the blocks that a cache remembers, for those who follow its content from outside."""
+"""Changes of the blocks that a cache remembers, for programs that follow its content."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""The engines of a loaded model: one that only shows what it compiles, one that warms up, one that serves."""
+"""Engines over a loaded model: one for a rehearsal, one for the warm-up, one for requests (`EngineMaker`)."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

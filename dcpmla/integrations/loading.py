@@ -173,7 +173,7 @@ def _free_bytes(model: ShardedModel, options: EngineOptions, num_local_ranks: in
     utilization, num_tokens = options.gpu_memory_utilization, options.max_num_batched_tokens
     if model.device.type == "cpu":
         return int(psutil.virtual_memory().available * utilization / num_local_ranks)
-    gc.collect()  # graphs refer to themselves, and those of the rehearsal would keep their memory
+    gc.collect()  # graphs refer to themselves, so the rehearsal's would stay in memory
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
     model.profile(num_tokens, min(num_tokens, options.max_num_seqs))

@@ -142,7 +142,7 @@ class _LocalRanks:
         code = process.poll()
         if code is None:
             return
-        if rank not in self._ended:  # no matter who polled first: Popen does when it sends a signal
+        if rank not in self._ended:  # poll may have seen the end before, when a signal was sent
             self._ended.add(rank)
             self._note_end(rank, code)
         with suppress(ChildProcessError):  # a child of the rank, which this process has inherited
@@ -166,7 +166,7 @@ class _LocalRanks:
             _say(f"rank {rank} was killed by {name}: {advice}")
 
     def _stop(self) -> None:
-        """Stop what goes on after a rank failed, or after all ranks ended: processes that a rank has started."""
+        """After a rank has failed, stop the others; after all have ended, stop the processes that they have started."""
         if self._ending_since is None and (self._code or self._alive.keys() <= self._ended):
             self._ending_since = time.monotonic()
         while self._ending_since is not None and self._stops:

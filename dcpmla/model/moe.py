@@ -21,7 +21,7 @@ from dcpmla.parallel.linear import Weight, fill
 from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, GroupFp4, GroupInt4, PlainRows, dequantize, plain
 from dcpmla.parallel.reformat import to_block_fp8
 
-_READERS = 4  # threads of a rank; files in the host's memory are then read at the speed of the copies
+_READERS = 4  # threads of a rank: while one copies to the GPU, others read
 
 
 class Gate(nn.Module):
@@ -145,7 +145,6 @@ def load_experts(
             are not in e2m1, or fp8 blocks cannot hold their values.
     """
     gate_up, down = (_Stack(len(parts), device) for _ in range(2))
-
     is_inference = torch.is_inference_mode_enabled()  # a thread's own state
 
     def read(index: int, part: MLPPart) -> None:

@@ -131,7 +131,7 @@ def watch() -> Sequence[str]:
 
 
 def end_watch() -> None:
-    """Stop naming kernels: those of an engine that is being loaded are compiled in time."""
+    """Stop naming kernels, because an engine that is being loaded compiles them in time."""
     from triton import knobs
 
     knobs.runtime.jit_post_compile_hook = None

@@ -1,4 +1,4 @@
-"""Steps that no requests have asked for: what a warm-up and a benchmark run."""
+"""Steps for a warm-up and a benchmark, which no client has asked for."""
 
 from array import array
 from collections.abc import Iterator, Sequence

@@ -40,7 +40,8 @@ _DRAWN = SamplingParams(
 def rehearse(engine: Engine, graphs: Iterable[StepGraph], launched: Sized) -> list[list[Made]]:
     """Run steps of all kinds; return those that are the first to launch some kernel. Collective over the TP group.
 
-    Steps that read results on the host, as no kernel writes them, have no rehearsal: then all steps are returned.
+    A step that reads results on the host cannot be rehearsed, because no kernel writes them. All steps are
+    returned then.
 
     Args:
         engine: Engine over any cache, even of one block.
