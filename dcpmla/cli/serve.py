@@ -100,7 +100,6 @@ def run(args: argparse.Namespace) -> None:
                 _logger.info("structured output: none; %s", message.no_grammars)
             frontend.send(message)
             _logger.info("ready %.1f s later", time.monotonic() - start_time)
-            print(f"serving on {frontend.address}", flush=True)
         # Garbage collection skips all objects loaded so far: a pass takes 0.2 s and more, and all ranks wait.
         gc.collect()
         gc.freeze()

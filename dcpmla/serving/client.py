@@ -57,6 +57,7 @@ class Engine:
         max_waiting: Limit of requests beyond the running ones.
         prepared: The model and its tokenizer; None until the ranks are ready.
         readers: Names of the jobs that read blocks of this one, or are to read them.
+        on_ready: Function that runs once requests are taken.
         on_wanted: Function of a request that another server is to prefill.
         on_end: Function of the id of a request that has ended, in any way.
     """
@@ -69,6 +70,7 @@ class Engine:
     has_failed: bool = False
     drain: asyncio.Event = field(default_factory=asyncio.Event)
     readers: Sequence[str] = ()
+    on_ready: Callable[[], object] = lambda: None
     on_wanted: Callable[[Wanted], object] = lambda request: None
     on_end: Callable[[int], object] = lambda request_id: None
     _ids: Any = field(default_factory=count)
@@ -229,6 +231,7 @@ class Engine:
                     assert tokenizer is not None, "the ranks send Opened first"
                     self.prepared, self._last = Prepared(message, *await tokenizer), time.monotonic()
                     self.metrics.describe(message)
+                    self.on_ready()
                 case Wanted():
                     self.on_wanted(message)
                 case Drain():

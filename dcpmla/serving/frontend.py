@@ -36,12 +36,10 @@ class Frontend:
 
     Args:
         main: Function of the process, which gets its end of the connection.
-        listener: The process's listening socket, whose address is shown.
+        listener: The process's listening socket.
     """
 
     def __init__(self, main: Callable[[socket.socket], object], listener: socket.socket) -> None:
-        host, port, *_ = listener.getsockname()
-        self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._socket, theirs = socket.socketpair()
         guards_end, self._lifeline = os.pipe()  # ends with this process: no other holds the writing end
 

@@ -73,6 +73,7 @@ async def _serve(
 ) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
     engine = Engine(reader, Outbox(writer), settings.max_waiting, Metrics(settings.metrics_names, settings.name))
+    engine.on_ready = partial(_show_address, listener)
     tasks = [asyncio.create_task(engine.finish(settings.drain_seconds)), asyncio.create_task(_beat(writer))]
     prefills = None
     if settings.prefill_servers:
@@ -100,6 +101,12 @@ async def _serve(
             task.cancel()
         server.should_exit = True
         await serving
+
+
+def _show_address(listener: socket.socket) -> None:
+    """Print where clients find the server: whoever waits for the line finds the model loaded."""
+    host, port, *_ = listener.getsockname()
+    print(f"serving on http://[{host}]:{port}" if ":" in host else f"serving on http://{host}:{port}", flush=True)
 
 
 async def _beat(writer: asyncio.StreamWriter) -> None:

@@ -235,8 +235,10 @@ def test_the_tokenizer_is_loaded_from_the_model_s_directory(is_broken: bool, tmp
     engine.prepared = None
     with pytest.raises(ApiError, match="the model is being loaded"):
         engine.ready()
+    found: list[Prepared] = []
+    engine.on_ready = lambda: found.append(engine.ready())  # the address is shown then
     hear(engine, Opened(str(tmp_path)), Started(str(tmp_path), len(tokenizer), 99, 4, 100))
-    prepared = engine.ready()
+    (prepared,) = found
     assert (prepared.model.max_model_len, bool(prepared.no_tokenizer)) == (99, is_broken)
     assert is_broken == (prepared.tokenizer is None)
     assert is_broken or prepared.tokenizer.encode("a brown é") == tokenizer.encode("a brown é")
