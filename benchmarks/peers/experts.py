@@ -17,8 +17,8 @@ from torch import Tensor
 from benchmarks.peers.kernels import gate_rows, gather_rows, sort_routes, sum_rows
 from benchmarks.peers.libraries import load_deep_gemm, load_humming, load_vllm
 from dcpmla.bench.results import leave_out
+from dcpmla.comm.terms import add_terms
 from dcpmla.model.experts import ExpertWeights
-from dcpmla.model.kernels.blocks import sum_routes
 from dcpmla.parallel.fp8 import quantize_rows
 from dcpmla.parallel.kernels import quantize
 from dcpmla.parallel.quantized import BLOCK, BlockFp8, QuantizedRows, empty_groups
@@ -103,7 +103,7 @@ class Humming:
         h = gate_rows(gated, None, expert_weights, _empty_rows(num_routes, gated.shape[1] // 2, x.device))
         if tiles[1]["block_shape"][0] != tiles[0]["block_shape"][0]:
             order = sort_routes(expert_ids, self._num_experts, tiles[1]["block_shape"][0])
-        return sum_routes(self._multiply(1, h, tiles[1], order, num_routes, 1), expert_ids, self._num_experts)
+        return add_terms(self._multiply(1, h, tiles[1], order, num_routes, 1), expert_ids, self._num_experts)
 
     def _tiles_of(self, num_routes: int) -> list[dict[str, Any]]:
         """Return the tiles of both products: one configuration each, where all sizes' would be compiled else."""
@@ -176,7 +176,7 @@ class Vllm:
         h = gate_rows(gated[0], None, expert_weights, _empty_rows(num_routes, width, x.device))
         out = x.new_empty(1, num_routes, hidden)
         self._multiply(h, down, out, order, 1, tile)
-        return sum_routes(out[0], expert_ids, num_experts)
+        return add_terms(out[0], expert_ids, num_experts)
 
     def _tile(self, num_tokens: int, top_k: int) -> dict[str, int]:
         """Return the tile tuned for the nearest number of tokens, or vLLM's for experts that it was not tuned for."""

@@ -20,6 +20,7 @@ from dcpmla.bench.runner import Benchmark, Kept, Work
 from dcpmla.bench.timing import calls_over, num_rotated
 from dcpmla.bench.words import name_of
 from dcpmla.cache.formats import FP8
+from dcpmla.comm.terms import whole
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import Job
 from dcpmla.model.experts import ExpertWeights, compute_experts
@@ -82,7 +83,7 @@ class ExpertsInputs:
         self.routes = routes[: calls_over(num_rotated(self.bytes_read, device), device)]
 
     def ours(self, index: int) -> Tensor:
-        return compute_experts(self.x, *self.routes[index % len(self.routes)], self.weights)
+        return whole(compute_experts(self.x, *self.routes[index % len(self.routes)], self.weights))
 
     def router(self, _: int) -> object:
         return route(router_logits(self.x, self.gate), None, self.router_config)

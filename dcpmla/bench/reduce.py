@@ -19,6 +19,7 @@ from dcpmla.cli.options import positive
 from dcpmla.comm.calls import NormedSum
 from dcpmla.comm.norm import add_norm
 from dcpmla.comm.reduce import CollectiveReduce, select_reduce
+from dcpmla.comm.terms import Terms
 from dcpmla.job.join import Job
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.parallel.quantized import PlainRows
@@ -53,7 +54,7 @@ class SymmMemReduce:
             summed = torch.ops.symm_mem.two_shot_all_reduce_(memory, "sum", self._group_name)
         else:
             summed = torch.ops.symm_mem.one_shot_all_reduce_copy(memory, partial, "sum", self._group_name)
-        normed, new_residual, *_ = add_norm(NormedSum(summed, residual, weight, eps))
+        normed, new_residual, *_ = add_norm(NormedSum(Terms(summed), residual, weight, eps))
         return normed, new_residual
 
 

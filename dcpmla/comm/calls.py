@@ -1,9 +1,10 @@
-"""The arguments of a sum with its norm."""
+"""The arguments of sums and their norms."""
 
 from typing import NamedTuple
 
 from torch import Tensor
 
+from dcpmla.comm.terms import Terms
 from dcpmla.parallel.quantized import empty_codes
 
 
@@ -11,7 +12,7 @@ class NormedSum(NamedTuple):
     """Rows that are added to a residual, and the norm of the sum.
 
     Attributes:
-        rows: Rows [T, D]; a rank's partial rows where ranks are summed.
+        rows: Rows [T, D], or their terms; a rank's partial rows where ranks are summed.
         residual: Residual [T, D] in the same dtype.
         weight: Weight [D] of the norm.
         eps: Epsilon of the norm.
@@ -19,7 +20,7 @@ class NormedSum(NamedTuple):
             then.
     """
 
-    rows: Tensor
+    rows: Terms
     residual: Tensor
     weight: Tensor
     eps: float

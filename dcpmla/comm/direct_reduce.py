@@ -15,6 +15,7 @@ from dcpmla.comm.kernels.landings import NUM_PROGRAMS
 from dcpmla.comm.kernels.reduce import one_shot_kernel, two_shot_kernel
 from dcpmla.comm.norm import checked, norm_rows
 from dcpmla.comm.symmetric import Allocate, allocate, wait_for_all
+from dcpmla.comm.terms import Partial, Terms
 from dcpmla.operators import operator
 from dcpmla.parallel.quantized import BLOCK, NormedRows, PlainRows
 
@@ -71,15 +72,16 @@ class DirectReduce:
         self._memory, self._is_deterministic = SumMemory(squares, mailbox), is_deterministic
         wait_for_all(group, device)
 
-    def all_reduce(self, partial: Tensor) -> Tensor:
-        return all_reduce(partial, None, self._is_deterministic, self._memory)
+    def all_reduce(self, partial: Partial) -> Tensor:
+        terms = partial if isinstance(partial, Terms) else Terms(partial)
+        return all_reduce(terms, None, self._is_deterministic, self._memory)
 
     def add_norm(
-        self, partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False
+        self, partial: Partial, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False
     ) -> tuple[PlainRows, Tensor]:
-        call = checked(NormedSum(partial, residual, weight, eps, quantizes))
+        call = checked(partial, residual, weight, eps, quantizes)
         if self._is_deterministic:  # items' squares add up in an order that depends on the number of rows
-            new_residual = all_reduce(partial, residual, True, self._memory)
+            new_residual = all_reduce(call.rows, residual, True, self._memory)
             return NormedRows.join(*norm_rows(new_residual, weight, eps, quantizes)), new_residual
         normed, new_residual, *codes = add_norm(call, self._memory)
         return NormedRows.join(normed, *codes), new_residual
@@ -90,13 +92,13 @@ class DirectReduce:
 
 
 @operator(
-    "direct_all_reduce", fake=lambda partial, *_: partial.new_empty(partial.shape), mutates_args=("state", "squares")
+    "direct_all_reduce", fake=lambda terms, *_: terms.rows.new_empty(terms.shape), mutates_args=("state", "squares")
 )
-def all_reduce(partial: Tensor, residual: Tensor | None, is_in_order: bool, memory: SumMemory) -> Tensor:
+def all_reduce(terms: Terms, residual: Tensor | None, is_in_order: bool, memory: SumMemory) -> Tensor:
     """Compute `Reduce.all_reduce` through landings, or the sum with a residual, in rank order if is_in_order."""
-    sums, operation = partial.new_empty(partial.shape), "all_reduce" if residual is None else "add_norm"
+    sums, operation = terms.rows.new_empty(terms.shape), "all_reduce" if residual is None else "add_norm"
     residual = None if residual is None else residual.contiguous()
-    _reduce(operation, partial, residual, None, 0.0, (None, sums, None, None), memory, is_in_order)
+    _reduce(operation, terms, residual, None, 0.0, (None, sums, None, None), memory, is_in_order)
     return sums
 
 
@@ -124,7 +126,7 @@ def choose_columns(num_tokens: int, width: int, size: int, quantizes: bool) -> i
 
 def _reduce(
     operation: str,
-    partial: Tensor,
+    terms: Terms,
     residual: Tensor | None,
     weight: Tensor | None,
     eps: float,
@@ -136,13 +138,12 @@ def _reduce(
     that fit into a landing.
     """
     (normed, sums, codes, scales), (squares, memory) = results, sum_memory
+    partial, ids, num_ids = terms
     rank, size = enter("partial", partial, memory), len(memory.addresses)
     partial = partial.contiguous().view(CARRIERS[partial.element_size()])
-    num_tokens, width = partial.shape
+    (num_tokens, width), num_terms = sums.shape, 0 if ids is None else ids.shape[1]
     # A landing holds, one-shot, the items of all ranks; two-shot, parts of the items that this rank owns, and the sums.
-    kernel, copies, group = (
-        (one_shot_kernel, size, 1) if is_one_shot(partial.nbytes, size) else (two_shot_kernel, 2, size)
-    )
+    kernel, copies, group = (one_shot_kernel, size, 1) if is_one_shot(sums.nbytes, size) else (two_shot_kernel, 2, size)
     columns = choose_columns(num_tokens, width, size, codes is not None)
     tiles = -(-width // columns)
     num_fitting = memory.landing_bytes // (copies * columns * partial.element_size()) // group * group  # items
@@ -158,7 +159,9 @@ def _reduce(
         units = -(-num_units // NUM_PROGRAMS)  # per program
         num_programs = -(-num_units // units)
         kernel[(num_programs,)](
-            partial[tokens],
+            partial[tokens] if ids is None else partial[tokens.start * num_terms :],
+            None if ids is None else ids[tokens],
+            num_ids,
             None if residual is None else residual[tokens],
             weight,
             None if normed is None else normed[tokens],
@@ -180,5 +183,6 @@ def _reduce(
             TILES=triton.next_power_of_2(tiles),
             num_warps=1,
             **sizes(size),
-            IN_ORDER=is_in_order and size > 2,  # two terms have one order
+            IN_ORDER=is_in_order and size > 2,  # two parts have one order
+            TERMS=num_terms,
         )

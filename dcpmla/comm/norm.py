@@ -10,28 +10,29 @@ import torch
 from torch import Tensor
 
 from dcpmla.comm.calls import NormedSum
+from dcpmla.comm.terms import Partial, Terms
 from dcpmla.operators import operator
 from dcpmla.parallel.fp8 import quantize_rows
 from dcpmla.parallel.quantized import BLOCK, empty_codes
 
 
-def checked(call: NormedSum) -> NormedSum:
+def checked(partial: Partial, residual: Tensor, weight: Tensor, eps: float, quantizes: bool) -> NormedSum:
     """Return the arguments of `add_norm` if they match, for its callers (`comm/reduce.py`).
 
     Raises:
         ValueError: Shapes or dtypes do not match.
     """
-    rows, residual, weight, _, quantizes = call
-    if rows.dim() != 2 or residual.shape != rows.shape or residual.dtype != rows.dtype:
+    terms = partial if isinstance(partial, Terms) else Terms(partial)
+    if terms.rows.dim() != 2 or residual.shape != terms.shape or residual.dtype != terms.rows.dtype:
         raise ValueError(
             f"residual is {residual.dtype} {tuple(residual.shape)}; "
-            f"expected the same as the rows [T, D] to add, {rows.dtype} {tuple(rows.shape)}"
+            f"expected the same as the rows [T, D] to add, {terms.rows.dtype} {tuple(terms.shape)}"
         )
-    if weight.shape != rows.shape[1:]:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}; the rows to add have {rows.shape[1]} columns")
-    if quantizes and rows.shape[1] % BLOCK:
-        raise ValueError(f"the rows to add have {rows.shape[1]} columns; rows are quantized in groups of {BLOCK}")
-    return call
+    if weight.shape != terms.shape[1:]:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; the rows to add have {terms.shape[1]} columns")
+    if quantizes and terms.shape[1] % BLOCK:
+        raise ValueError(f"the rows to add have {terms.shape[1]} columns; rows are quantized in groups of {BLOCK}")
+    return NormedSum(terms, residual, weight, eps, quantizes)
 
 
 @operator("add_norm", kernel="dcpmla.comm.kernels.norm:add_norm", fake=NormedSum.new_results)
@@ -43,8 +44,8 @@ def add_norm(call: NormedSum) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         `rms_norm` of the new residual, and the new residual, rounded to its dtype; codes and scales of the first,
         with 0 columns unless quantizes.
     """
-    rows, residual, weight, eps, quantizes = call
-    new_residual = (residual.to(wide_dtype(residual.dtype)) + rows).to(residual.dtype)
+    terms, residual, weight, eps, quantizes = call
+    new_residual = (residual.to(wide_dtype(residual.dtype)) + terms.add()).to(residual.dtype)
     normed = rms_norm(new_residual, weight, eps)
     return normed, new_residual, *(quantize_rows(normed) if quantizes else empty_codes(normed, False))
 

@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dcpmla.comm.calls import NormedSum
 from dcpmla.comm.norm import add_norm, checked, wide_dtype
 from dcpmla.comm.select import direct_if_reached
+from dcpmla.comm.terms import Partial, Terms, whole
 from dcpmla.parallel.collectives import named
 from dcpmla.parallel.fixed import sum_in_order
 from dcpmla.parallel.quantized import NormedRows, PlainRows
@@ -26,11 +26,11 @@ class Reduce(Protocol):
     def fault(self) -> Tensor | None:
         """Return the fault record (`Exchange.fault`)."""
 
-    def all_reduce(self, partial: Tensor) -> Tensor:
+    def all_reduce(self, partial: Partial) -> Tensor:
         """Return the sum [T, N] of all ranks' partial rows [T, N], whose memory it may overwrite."""
 
     def add_norm(
-        self, partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False
+        self, partial: Partial, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False
     ) -> tuple[PlainRows, Tensor]:
         """Add all ranks' partial rows to the residual, and norm the sum.
 
@@ -41,7 +41,7 @@ class Reduce(Protocol):
             quantizes: Whether the norm's result is also quantized, with the bits of `quantize_rows`; N is a multiple of
                 128 then.
         Returns:
-            `rms_norm` of the new residual, and the new residual [T, N]: the sum, rounded once.
+            `rms_norm` of the new residual, and the new residual [T, N]: the sum of the ranks' parts, rounded once.
         Raises:
             ValueError: Shapes or dtypes do not match.
         """
@@ -68,14 +68,17 @@ class CollectiveReduce:
     def __init__(self, group: ProcessGroup, is_deterministic: bool = False) -> None:
         self.group, self.size, self._is_deterministic = group, dist.get_world_size(group), is_deterministic
 
-    def all_reduce(self, partial: Tensor) -> Tensor:
+    def all_reduce(self, partial: Partial) -> Tensor:
+        partial = whole(partial)
         return self._sum(partial, "all_reduce").to(partial.dtype)
 
     def add_norm(
-        self, partial: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False
+        self, partial: Partial, residual: Tensor, weight: Tensor, eps: float, quantizes: bool = False
     ) -> tuple[PlainRows, Tensor]:
-        call = checked(NormedSum(partial, residual, weight, eps, quantizes))
-        normed, new_residual, *codes = add_norm(call._replace(rows=self._sum(partial, "add_norm")))
+        call = checked(partial, residual, weight, eps, quantizes)
+        if self.size > 1:
+            call = call._replace(rows=Terms(self._sum(whole(partial), "add_norm")))
+        normed, new_residual, *codes = add_norm(call)
         return NormedRows.join(normed, *codes), new_residual
 
     def check(self) -> None:

@@ -14,6 +14,7 @@ from dcpmla.cache.layers import Cache
 from dcpmla.comm.calls import NormedSum
 from dcpmla.comm.norm import add_norm, norm_rows
 from dcpmla.comm.reduce import Reduce
+from dcpmla.comm.terms import Terms, whole
 from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import MoE
 from dcpmla.model.norm_gate import NormGate
@@ -85,7 +86,7 @@ class DecoderBlock(nn.Module):
             return self.reduce.add_norm(added, residual, self.output_norm, self.eps, self.quantizes_output)
         # The zero residual adds nothing: the sum over the ranks and its norm are one kernel.
         added, _ = self.reduce.add_norm(added, torch.zeros_like(residual), self.mlp_norm, self.eps)
-        call = NormedSum(plain(added), residual, self.output_norm, self.eps, self.quantizes_output)
+        call = NormedSum(Terms(plain(added)), residual, self.output_norm, self.eps, self.quantizes_output)
         normed, residual, *codes = add_norm(call)
         return NormedRows.join(normed, *codes), residual
 
@@ -132,7 +133,7 @@ class ShortcutBlock(nn.Module):
         add_norm, norms, eps = self.reduce.add_norm, self.norms, self.eps
         quantizes = self.first_mlp.takes_quantized or self.experts.takes_quantized
         x, residual = add_norm(self.first.partial(x, own, step), residual, norms[0], eps, quantizes)
-        shortcut = self.experts(x)
+        shortcut = whole(self.experts(x))
         x, residual = add_norm(self.first_mlp(x), residual, norms[1], eps, self.second.takes_quantized)
         attended = self.second.partial(x, following, step)
         x, residual = add_norm(attended, residual, norms[2], eps, self.second_mlp.takes_quantized)

@@ -40,6 +40,7 @@ class RoutedRows(NamedTuple):
         gate_up, down: Weights [E, 2 I, H], [E, H, I] in the rows' dtype, or codes.
         gate_up_scales, down_scales: Scales of the codes; None for weights in the rows' dtype.
         num_experts: Number of experts over all ranks that share the routes. Kernels are chosen by it.
+        is_few: Whether routes are not sorted by experts: each is a block of its own.
         is_deterministic: Whether a row's bits depend on no other row (`parallel.fixed`); not in groups of 32.
     """
 
@@ -53,4 +54,10 @@ class RoutedRows(NamedTuple):
     down_scales: Tensor | None
     glu: Glu
     num_experts: int
+    is_few: bool
     is_deterministic: bool
+
+    def new_result(self) -> Tensor:
+        """Allocate the terms [T k, H], or their sums [T, H]: the second product adds few terms before it rounds."""
+        adds = self.is_few and not self.is_deterministic
+        return self.x.new_empty(self.x.shape if adds else (self.expert_ids.numel(), self.x.shape[1]))

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dcpmla.cache.formats import FP8
+from dcpmla.comm.terms import Partial, Terms
 from dcpmla.model.calls import RoutedRows
 from dcpmla.model.glu import SWIGLU, Glu, activate
 from dcpmla.operators import operator
@@ -28,6 +29,9 @@ from dcpmla.parallel.quantized import (
     unpack,
 )
 
+# Few tokens are not sorted by experts: the second product adds a token's terms. A few more are not, either, if they
+# hardly share experts, whose weights would otherwise be read again.
+_FEW_TOKENS, _MORE_TOKENS, _EXPERTS_PER_ROUTE = 2, 4, 6
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Dtypes of codes and of scales, and rows and columns that share a scale.
 _FORMATS: dict[type, tuple[torch.dtype, torch.dtype, int, int]] = {
@@ -64,8 +68,8 @@ def compute_experts(
     glu: Glu = SWIGLU,
     num_experts: int | None = None,
     is_deterministic: bool = False,
-) -> Tensor:
-    """Return each token's weighted sum over its experts of down(glu(gate, up)).
+) -> Partial:
+    """Return each token's weighted sum over its experts of down(glu(gate, up)), or the terms of these sums.
 
     GPUs multiply block fp8 in e4m3: x and glu(gate, up) are quantized in groups of 128
     (`attention/output/formats.py: write_fp8_groups`). Elsewhere, and for 4 bits, weights are dequantized as they are
@@ -79,9 +83,8 @@ def compute_experts(
         num_experts: Number of experts over all ranks that share the routes; None for E. Kernels are chosen by it.
         is_deterministic: Whether a row's bits depend on no other row (`parallel.fixed`); not in groups of 32.
     Returns:
-        [T, H] in x's dtype. Sums are in float32; glu(gate, up), which takes the expert's weight, is rounded to x's
-        dtype, and with more than a few tokens, or if deterministic, so is each expert's output, before the sum over
-        experts.
+        [T, H] in x's dtype: terms unless they are few, whose sum is in float32. glu(gate, up), which takes the
+        expert's weight, is rounded to x's dtype, and so is each term that is returned.
     Raises:
         ValueError: Shapes, dtypes or devices do not match.
     """
@@ -90,19 +93,24 @@ def compute_experts(
     if expert_ids.numel() == 0:
         return torch.zeros_like(rows)
     codes = *unpack(weights.gate_up), *unpack(weights.down)
-    routed, num_experts = (rows, quantized, expert_ids, expert_weights), num_experts or len(codes[0])
-    return _compute(RoutedRows(*routed, *codes, glu, num_experts, is_deterministic))
+    num_experts, (num_tokens, top_k) = num_experts or len(codes[0]), expert_ids.shape
+    is_few = num_tokens <= _FEW_TOKENS
+    is_few |= num_tokens <= _MORE_TOKENS and num_tokens * top_k * _EXPERTS_PER_ROUTE <= num_experts
+    routed = rows, quantized, expert_ids, expert_weights
+    out = _compute(RoutedRows(*routed, *codes, glu, num_experts, is_few, is_deterministic))
+    return out if is_few and not is_deterministic else Terms(out, expert_ids.contiguous(), len(codes[0]))
 
 
 @operator(
     "experts",
     kernel="dcpmla.model.kernels.experts:compute_experts",
-    fake=lambda call: call.x.new_empty(call.x.shape),
+    fake=RoutedRows.new_result,
     runs=lambda call: call.x.is_cuda and (call.gate_up.dtype != FP8 or runs_fp8(call.x.device)),
 )
 def _compute(call: RoutedRows) -> Tensor:
-    x, _, expert_ids, expert_weights, gate_up, gate_up_scales, down, down_scales, glu, _, is_deterministic = call
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    """Return the terms [T k, H] of experts that are here, or their sums [T, H] (`RoutedRows.new_result`)."""
+    x, _, expert_ids, expert_weights, gate_up, gate_up_scales, down, down_scales, glu, *_ = call
+    is_deterministic, terms = call.is_deterministic, torch.zeros(*expert_ids.shape, x.shape[1], device=x.device)
     for expert in expert_ids.unique().tolist():
         if 0 <= expert < len(down):
             tokens, routes = (expert_ids == expert).nonzero(as_tuple=True)
@@ -113,8 +121,8 @@ def _compute(call: RoutedRows) -> Tensor:
             act = functools.partial(activate, glu=glu)
             h = by_rows(act, gate, up) if is_deterministic else act(gate, up)
             h = h * expert_weights[tokens, routes, None]
-            out.index_add_(0, tokens, linear(h.to(x.dtype).float(), down_values))
-    return out.to(x.dtype)
+            terms[tokens, routes] = linear(h.to(x.dtype).float(), down_values)
+    return (terms.sum(1) if call.is_few and not is_deterministic else terms.flatten(0, 1)).to(x.dtype)
 
 
 def _values(codes: Tensor, scales: Tensor | None, expert: int) -> Tensor:

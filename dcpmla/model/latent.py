@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from dcpmla.comm.norm import rms_norm
 from dcpmla.comm.reduce import Reduce
+from dcpmla.comm.terms import Partial
 from dcpmla.parallel.linear import Linear
 
 
@@ -26,7 +27,7 @@ class Latent(nn.Module):
         self.down, self.up, self.eps, self.columns, self.reduce = down, up, eps, columns, reduce
         self.norm = None if norm is None else nn.Parameter(norm, requires_grad=False)
 
-    def leave(self, partial: Tensor) -> Tensor:
+    def leave(self, partial: Partial) -> Tensor:
         """Return this rank's share [T, hidden] of the output, for its experts' share [T, latent]. Collective."""
         summed = self.reduce.all_reduce(partial)
         if self.norm is not None:

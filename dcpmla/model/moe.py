@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
+from dcpmla.comm.terms import Partial, whole
 from dcpmla.model.experts import ExpertWeights, compute_experts
 from dcpmla.model.glu import Glu
 from dcpmla.model.latent import Latent
@@ -94,7 +95,7 @@ class MoE(nn.Module):
         of_routed = self.experts.takes_quantized if self.latent is None else self.latent.down.takes_quantized
         return of_routed or (self.shared is not None and self.shared.takes_quantized)
 
-    def forward(self, x: PlainRows, token_ids: Tensor | None = None) -> Tensor:
+    def forward(self, x: PlainRows, token_ids: Tensor | None = None) -> Partial:
         """Return this rank's share [T, hidden] of the layer's output for x [T, hidden], to be summed over the ranks.
 
         Args:
@@ -108,10 +109,11 @@ class MoE(nn.Module):
         if self.latent is not None:
             out = self.latent.leave(out)
         if self.shared is not None:
-            out = out + self.shared(x)
+            out = whole(out) + self.shared(x)
         if self.adds_identity:
             weights = expert_weights.masked_fill(expert_ids < self.num_experts, 0)
             share = sum(weights.unbind(1)) if self.is_deterministic else weights.sum(-1)  # in one order, or any
+            out = whole(out)
             out = out + plain(x) * share[:, None].to(out.dtype)
         return out
 

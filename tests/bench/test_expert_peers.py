@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dcpmla.bench.experts import SHAPES, Shape
 from dcpmla.cache.formats import FP8
+from dcpmla.comm.terms import whole
 from dcpmla.model.experts import ExpertWeights, compute_experts
 from dcpmla.parallel.quantized import BLOCK, BlockFp8, dequantize
 from tests.attention.test_decode_compile import compile_for_hopper
@@ -138,7 +139,7 @@ def check_peers() -> None:
         ids = torch.rand(num_tokens, num_hit, generator=generator).topk(TOP_K).indices.int()
         x = torch.randn(num_tokens, HIDDEN, generator=generator).bfloat16()
         expert_weights = torch.rand(num_tokens, TOP_K, generator=generator)
-        wanted = compute_experts(x.float(), ids, expert_weights, weights)
+        wanted = whole(compute_experts(x.float(), ids, expert_weights, weights))
         for name, compute in peers.items():
             out = compute(x, ids, expert_weights)
             error = float((out.float() - wanted).norm() / wanted.norm())
@@ -240,7 +241,7 @@ def test_peers_get_rows_or_a_line(
         raise AssertionError("no nvcc\nhere")
 
     def make(_: Path, weights: ExpertWeights) -> expert_peers.Experts:
-        return lambda *routed: compute_experts(*routed, weights)
+        return lambda *routed: whole(compute_experts(*routed, weights))
 
     peers = {"fake": (Path, make), "broken": (Path, fail), "deep_gemm": expert_peers.PEERS["deep_gemm"]}
     monkeypatch.setattr(expert_peers, "PEERS", peers)

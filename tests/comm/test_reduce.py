@@ -14,13 +14,17 @@ import torch.distributed as dist
 
 from dcpmla.__main__ import main
 from dcpmla.comm import direct_ops, direct_reduce
+from dcpmla.comm.calls import NormedSum
 from dcpmla.comm.kernels import reduce as kernels
+from dcpmla.comm.norm import add_norm
 from dcpmla.comm.reduce import CollectiveReduce, Reduce, select_reduce
+from dcpmla.comm.terms import Terms
 from dcpmla.parallel.collectives import PeerFault
 from tests.comm.test_comm_kernels import compile_direct
 from tests.support.interpreter import convert_as_torch
+from tests.support.kernels import run_kernels
 from tests.support.ranks import on_ranks, run_ranks
-from tests.support.reduce_checks import EPS, check_memory, check_quantized, check_sums, draw
+from tests.support.reduce_checks import EPS, check_memory, check_quantized, check_sums, check_terms, draw
 from tests.support.shared_memory import allocate, delay_kernels, run_interpreted
 
 CPU = torch.device("cpu")
@@ -33,7 +37,9 @@ def check_collective() -> None:
     for reduce in (chosen, in_order):
         for seed, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32, torch.float64)):
             check_sums(reduce, (3, 24), dtype, seed, CPU, is_odd=dtype == torch.bfloat16 and reduce is chosen)
+            check_terms(reduce, (3, 24), dtype, seed, CPU)
         check_sums(reduce, (0, 8), torch.float32, 0, CPU)
+        check_terms(reduce, (0, 8), torch.float32, 0, CPU)
         check_quantized(reduce, (3, 256), torch.bfloat16, CPU)
         check_quantized(reduce, (0, 128), torch.bfloat16, CPU)
         refuse(reduce)
@@ -83,6 +89,8 @@ def check_direct() -> None:
             dtype = (torch.float16, torch.float32)[step // 2]
             shape = common.randint(1, 3 + 6 * (step == 1)), common.choice(widths)
             check_sums(reduce, shape, dtype, step, CPU, is_odd=step in (0, 3))
+            if step in (0, 3):
+                check_terms(reduce, shape, dtype, step, CPU)
         assert reduce.all_reduce(torch.zeros(0, 8)).shape == (0, 8)
         for one_shot_bytes, shape in quantized:
             direct_reduce._ONE_SHOT_BYTES = one_shot_bytes
@@ -164,18 +172,47 @@ def test_missing_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "size", "columns", "is_deterministic"),
-    [("one_shot", 8, 128, False), ("two_shot", 3, 512, False), ("one_shot", 8, 128, True), ("two_shot", 4, 256, True)],
+    ("kernel", "size", "columns", "is_deterministic", "num_terms"),
+    [
+        ("one_shot", 8, 128, False, 9),
+        ("two_shot", 3, 512, False, 9),
+        ("one_shot", 8, 128, True, 0),
+        ("two_shot", 4, 256, True, 0),
+    ],
 )
-def test_kernels_compile_for_hopper(kernel: str, size: int, columns: int, is_deterministic: bool) -> None:
+def test_kernels_compile_for_hopper(
+    kernel: str, size: int, columns: int, is_deterministic: bool, num_terms: int
+) -> None:
     tiles, peers = -(-7168 // columns), 8 if size > 4 else 4
     names = ("residual_ptr", "weight_ptr", "normed_ptr", "sums_ptr")
     types = {**dict.fromkeys(names, "*bf16"), "partial_ptr": "*i16", "squares_ptr": "*i64", "eps": "fp32"}
     types |= {"codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
-    constants = {"WIDTH": 7168, "SIZE": size, "PEERS": peers, "COLUMNS": columns, "PROGRAMS": 2048}
+    constants = {"WIDTH": 7168, "SIZE": size, "PEERS": peers, "COLUMNS": columns, "PROGRAMS": 2048, "TERMS": num_terms}
+    (types if num_terms else constants)["ids_ptr"] = "*i32" if num_terms else None
     constants["IN_ORDER"], constants["TILES"] = is_deterministic, 1 << (tiles - 1).bit_length()
     ptx = compile_direct(getattr(kernels, f"{kernel}_kernel"), types, constants, num_warps=1)
     assert "ld.volatile.global.v4.b32" in ptx
+
+
+def check_norm_of_terms(device: str) -> None:
+    from dcpmla.comm.kernels.norm import add_norm as add_norm_kernel
+
+    for num_rows, width, num_terms in ((1, 8, 1), (5, 300, 3)):
+        rows, weight = torch.randn(num_rows * num_terms, width, device=device), torch.randn(width, device=device)
+        ids = torch.arange(num_rows * num_terms, dtype=torch.int32, device=device).view(num_rows, num_terms) % 4 - 1
+        rows[ids.flatten() < 0] = torch.nan
+        call = NormedSum(Terms(rows, ids, 2), torch.randn(num_rows, width, device=device), weight, EPS)
+        for one, other in zip(add_norm_kernel(call)[:2], add_norm.reference(call)[:2], strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_the_norm_adds_terms() -> None:
+    run_kernels("cpu", check_norm_of_terms)
+
+
+@pytest.mark.gpu
+def test_the_norm_adds_terms_on_a_gpu() -> None:
+    run_kernels("cuda", check_norm_of_terms)
 
 
 @pytest.mark.usefixtures("one_process_on_cpu")

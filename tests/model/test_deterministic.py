@@ -9,6 +9,7 @@ from torch import nn
 
 from dcpmla.comm.calls import NormedSum
 from dcpmla.comm.norm import add_norm, norm_rows, rms_norm
+from dcpmla.comm.terms import Terms, whole
 from dcpmla.model.deterministic import make_deterministic
 from dcpmla.model.experts import ExpertWeights, compute_experts
 from dcpmla.model.glu import SWIGLU
@@ -85,14 +86,14 @@ def test_experts_have_the_same_bits_from_every_kernel(
 
     for hidden, width in ((7168, 256), (2048, 1408), (640, 384)):
         x, ids, factors, weights = on("cuda", make_case(kind, 4101, 8, 4, hidden, width, dtype))
-        whole = compute_experts(x, ids, factors, weights, is_deterministic=True)
+        all_rows = whole(compute_experts(x, ids, factors, weights, is_deterministic=True))
         for many_rows in (kernels._MANY_ROWS, 0, math.inf):
             with monkeypatch.context() as patch:
                 patch.setattr(kernels, "_MANY_ROWS", many_rows)
                 for size in (1, 3, 7, 40, 64, 130, 300, 900, 4096):
                     rows = slice(5, 5 + size)
-                    out = compute_experts(x[rows], ids[rows], factors[rows], weights, is_deterministic=True)
-                    differs = (out != whole[rows]).sum()
+                    out = whole(compute_experts(x[rows], ids[rows], factors[rows], weights, is_deterministic=True))
+                    differs = (out != all_rows[rows]).sum()
                     assert not differs, f"{size} tokens, above {many_rows} rows by Hopper's: {differs} numbers differ"
 
 
@@ -102,7 +103,7 @@ def check_norms(device: str, dtype: torch.dtype, width: int) -> None:
     normed = assert_rows_apart(lambda x: norm_rows(x, weight, 1e-6, False)[0], x)
     torch.testing.assert_close(normed, rms_norm(x, weight, 1e-6), atol=1e-5, rtol=2**-7)
     for index in range(2):
-        assert_rows_apart(lambda *rows: add_norm(NormedSum(*rows, weight, 1e-6))[index], x, residual)  # noqa: B023
+        assert_rows_apart(lambda *rows: add_norm(NormedSum(Terms(rows[0]), rows[1], weight, 1e-6))[index], x, residual)  # noqa: B023
 
 
 def test_norms_on_a_cpu() -> None:

@@ -13,12 +13,13 @@ from dcpmla.comm.calls import NormedSum
 from dcpmla.comm.direct_reduce import DirectReduce
 from dcpmla.comm.norm import add_norm, norm_rows
 from dcpmla.comm.reduce import CollectiveReduce, select_reduce
+from dcpmla.comm.terms import Terms
 from dcpmla.parallel.collectives import PeerFault
 from dcpmla.parallel.fp8 import quantize_rows
 from tests.support.direct_checks import assert_same_bits, check_replays, seconds_on_gpu
 from tests.support.gpus import on_gpus
 from tests.support.ranks import run_ranks
-from tests.support.reduce_checks import EPS, assert_normed, check_memory, check_quantized, check_sums, draw
+from tests.support.reduce_checks import EPS, assert_normed, check_memory, check_quantized, check_sums, check_terms, draw
 
 
 def here() -> torch.device:
@@ -32,9 +33,9 @@ def test_the_kernel_alone(dtype: torch.dtype) -> None:
     for num_tokens, width in itertools.product((0, 1, 300), (64, 1000, 7168, 16384)):
         partial, residual = torch.randn(2, num_tokens, width, device="cuda").to(dtype)
         weight = torch.randn(width, device="cuda").to(dtype)
-        normed, new_residual, *_ = add_norm(NormedSum(partial, residual, weight, EPS))
+        normed, new_residual, *_ = add_norm(NormedSum(Terms(partial), residual, weight, EPS))
         if width % 128 == 0:
-            *others, scales = add_norm(NormedSum(partial, residual, weight, EPS, True))
+            *others, scales = add_norm(NormedSum(Terms(partial), residual, weight, EPS, True))
             wanted = quantize_rows(normed)
             assert_same_bits((*others,), (normed, new_residual, wanted.values))
             assert torch.equal(scales, wanted.scales)
@@ -51,6 +52,7 @@ def check_sizes() -> None:
     ):
         direct_reduce.is_one_shot = choose if is_one_shot is None else lambda *_: is_one_shot  # noqa: B023
         check_sums(reduce, (num_tokens, width), torch.bfloat16, seed, here(), is_odd=num_tokens == 7)
+        check_terms(reduce, (num_tokens, width), torch.bfloat16, seed, here())
         if num_tokens == 33:
             for dtype in (torch.float16, torch.float32):
                 check_sums(reduce, (num_tokens, width), dtype, seed, here(), is_odd=True)
@@ -58,6 +60,7 @@ def check_sizes() -> None:
             check_quantized(reduce, (num_tokens, width), torch.bfloat16, here())
     direct_reduce.is_one_shot = choose
     check_sums(reduce, (8192, 4096), torch.bfloat16, 0, here())
+    check_terms(reduce, (8192, 7168), torch.bfloat16, 0, here())
     check_memory(reduce)
     check_sums(CollectiveReduce(dist.group.WORLD), (33, 7168), torch.float32, 0, here())
 

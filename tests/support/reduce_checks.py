@@ -10,6 +10,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNo
 
 from dcpmla.comm.direct_reduce import DirectReduce
 from dcpmla.comm.reduce import Reduce
+from dcpmla.comm.terms import Terms, whole
 from dcpmla.parallel.quantized import NormedRows, quantize_groups
 from tests.support.direct_checks import BITS
 
@@ -49,6 +50,25 @@ def check_sums(
     assert_right(new_residual, residual.double() + partials.double().sum(0))
     assert_normed(normed, new_residual, weight)
     assert_same_on_all_ranks(total, normed, new_residual)
+
+
+def check_terms(reduce: Reduce, shape: tuple[int, int], dtype: torch.dtype, seed: int, device: torch.device) -> None:
+    """Check that terms count as the rows that they add up to, and absent terms, which are NaN, as nothing."""
+    (partial, *_), residual, weight = draw(3 * shape[0], shape[1], dtype, seed, device)
+    generator = torch.Generator().manual_seed(seed + dist.get_rank())
+    ids = torch.randint(-1, 5, (shape[0], 3), generator=generator, dtype=torch.int32).to(device)
+    is_here = ((ids >= 0) & (ids < 4)).flatten()[:, None]
+    terms = Terms(torch.where(is_here, partial, torch.nan), ids, 4)
+    wanted = torch.where(is_here, partial, 0).double().view(*ids.shape, shape[1]).sum(1)
+    rows, residual = whole(terms), residual[: shape[0]]
+    assert_right(rows, wanted)
+    assert torch.equal(reduce.all_reduce(terms), reduce.all_reduce(rows.clone()))
+    normed, new_residual = reduce.add_norm(terms, residual, weight, EPS)
+    if dist.get_world_size() == 1:  # the sum is not rounded before the residual is added
+        assert_right(new_residual, residual.double() + wanted)
+    else:
+        assert torch.equal(new_residual, reduce.add_norm(rows.clone(), residual, weight, EPS)[1])
+    assert_normed(normed, new_residual, weight)
 
 
 def check_quantized(reduce: Reduce, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:

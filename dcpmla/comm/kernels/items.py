@@ -11,6 +11,7 @@ import triton.language as tl
 
 from dcpmla.comm.kernels.landings import as_float, as_word, give_up, now, read_words
 from dcpmla.comm.kernels.norm import normalize
+from dcpmla.comm.kernels.terms import load_sum
 from dcpmla.parallel.kernels.quantize import store_codes
 
 
@@ -20,6 +21,28 @@ def columns_of(item, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
     tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     row, column = tl.cast(item // tiles, tl.int64), (item % tiles)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     return row[:, None] * WIDTH + column, column < WIDTH
+
+
+@triton.jit
+def load_items(
+    partial, item, is_item, type: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr
+):
+    """Return this rank's items [N, COLUMNS] as integers, none of them -1, and the mask of their elements.
+
+    partial: partial_ptr, ids_ptr and num_ids of the kernels.
+    """
+    partial_ptr, ids_ptr, num_ids = partial
+    carrier: tl.constexpr = partial_ptr.dtype.element_ty
+    at, is_column = columns_of(item, WIDTH, COLUMNS)
+    mask = is_item[:, None] & is_column
+    if TERMS == 0:
+        x = tl.load(partial_ptr + at, mask=mask, other=0)
+    else:
+        tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+        row = tl.cast(tl.where(is_item, item, 0) // tiles, tl.int64)[:, None]
+        x = load_sum(partial_ptr, ids_ptr, num_ids, row, at, mask, type, WIDTH, TERMS)
+        x = x.to(type).to(carrier, bitcast=True)
+    return tl.where(x == -1, -2, x), mask  # both are NaN
 
 
 @triton.jit

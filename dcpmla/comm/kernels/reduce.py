@@ -3,8 +3,9 @@
 Rows [T, WIDTH] are cut into items of COLUMNS, numbered across rows, and sent through landings
 (`comm.kernels.landings`). One-shot: a rank stores each item of its partial rows at all ranks, and all ranks sum it.
 Two-shot: it stores an item at the rank that owns it, by the item's number; the owner sums it and stores the sum at all
-ranks: two trips, with 2 / W of the bytes. Sums are in float32, either in the same order on all ranks or made by one
-rank, so they have the same bits everywhere. With IN_ORDER they are in rank order, whatever COLUMNS is.
+ranks: two trips, with 2 / W of the bytes. A rank's partial row is the sum of TERMS terms, rounded once
+(`comm.terms.Terms`), unless TERMS is 0. Sums are in float32, either in the same order on all ranks or made by one rank,
+so they have the same bits everywhere. With IN_ORDER they are in rank order, whatever COLUMNS is.
 
 `comm.kernels.items` has the steps of both kernels.
 """
@@ -12,13 +13,18 @@ rank, so they have the same bits everywhere. With IN_ORDER they are in rank orde
 import triton
 import triton.language as tl
 
-from dcpmla.comm.kernels.items import add, columns_of, in_landing, norm_items, store_sums, take
+from dcpmla.comm.kernels.items import add, columns_of, in_landing, load_items, norm_items, store_sums, take
 from dcpmla.comm.kernels.landings import count_exchange, find_landing, next_epoch, own_address, peer_addresses
 
 
-@triton.jit(do_not_specialize=["num_items", "rank", "items", "limit", "operation", "scales_stride"])
+@triton.jit(
+    do_not_specialize=["num_ids", "num_items", "rank", "items", "limit", "operation", "scales_stride"],
+    do_not_specialize_on_alignment=["ids_ptr"],  # a pointer to the first row of a chunk
+)
 def one_shot_kernel(
     partial_ptr,
+    ids_ptr,
+    num_ids,
     residual_ptr,
     weight_ptr,
     normed_ptr,
@@ -44,10 +50,12 @@ def one_shot_kernel(
     TILES: tl.constexpr,
     PROGRAMS: tl.constexpr,
     IN_ORDER: tl.constexpr,
+    TERMS: tl.constexpr,
 ):
     """Store the items of this rank's rows at all ranks; sum and norm all ranks'. A program handles `items` items."""
     epoch = next_epoch(state_ptr)
     type: tl.constexpr = sums_ptr.dtype.element_ty
+    partial = (partial_ptr, ids_ptr, num_ids)
     carrier: tl.constexpr = partial_ptr.dtype.element_ty
     peer, one = tl.arange(0, PEERS), tl.zeros([1], tl.int32)
     is_peer = (peer < SIZE)[:, None]
@@ -58,10 +66,9 @@ def one_shot_kernel(
     last = tl.minimum(first + items, num_items)
 
     for item in range(first, last):
-        at, is_column = columns_of(item + one, WIDTH, COLUMNS)
-        x = tl.load(partial_ptr + at, mask=is_column, other=0)
-        x = tl.broadcast_to(tl.where(x == -1, -2, x), [PEERS, COLUMNS])  # both are NaN
-        tl.store(theirs + in_landing(rank * num_items + item + one, COLUMNS), x, mask=is_peer & is_column)
+        x, mask = load_items(partial, item + one, one == 0, type, WIDTH, COLUMNS, TERMS)
+        x = tl.broadcast_to(x, [PEERS, COLUMNS])
+        tl.store(theirs + in_landing(rank * num_items + item + one, COLUMNS), x, mask=is_peer & mask)
 
     deadline = count_exchange(epoch, state_ptr, limit, PROGRAMS)
     for item in range(first, last):
@@ -75,11 +82,13 @@ def one_shot_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["num_items", "rank", "items", "limit", "operation", "scales_stride"],
-    do_not_specialize_on_alignment=["scales_ptr"],  # a pointer to the first row of a chunk
+    do_not_specialize=["num_ids", "num_items", "rank", "items", "limit", "operation", "scales_stride"],
+    do_not_specialize_on_alignment=["ids_ptr", "scales_ptr"],  # pointers to the first row of a chunk
 )
 def two_shot_kernel(
     partial_ptr,
+    ids_ptr,
+    num_ids,
     residual_ptr,
     weight_ptr,
     normed_ptr,
@@ -105,6 +114,7 @@ def two_shot_kernel(
     TILES: tl.constexpr,
     PROGRAMS: tl.constexpr,
     IN_ORDER: tl.constexpr,
+    TERMS: tl.constexpr,
 ):
     """Store items at their owners, which sum them, add the residual and store the sums at all ranks; norm all items.
 
@@ -112,6 +122,7 @@ def two_shot_kernel(
     """
     epoch = next_epoch(state_ptr)
     type: tl.constexpr = sums_ptr.dtype.element_ty
+    partial = (partial_ptr, ids_ptr, num_ids)
     carrier: tl.constexpr = partial_ptr.dtype.element_ty
     peer, one = tl.arange(0, PEERS), tl.zeros([1], tl.int32)
     is_peer = peer < SIZE
@@ -125,10 +136,7 @@ def two_shot_kernel(
 
     for unit in range(first, last):
         item = unit * SIZE + peer
-        at, is_column = columns_of(item, WIDTH, COLUMNS)
-        mask = (is_peer & (item < num_items))[:, None] & is_column
-        x = tl.load(partial_ptr + at, mask=mask, other=0)
-        x = tl.where(x == -1, -2, x)  # both are NaN
+        x, mask = load_items(partial, item, is_peer & (item < num_items), type, WIDTH, COLUMNS, TERMS)
         tl.store(theirs + in_landing(rank * num_units + unit + one, COLUMNS), x, mask=mask)
 
     deadline = count_exchange(epoch, state_ptr, limit, PROGRAMS)

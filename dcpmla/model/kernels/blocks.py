@@ -1,6 +1,4 @@
-"""Triton kernels before and after the products of many routes: a counting sort into blocks of one expert each, and the
-sum over each token's routes.
-"""
+"""Triton kernels before the products of many routes: a counting sort into blocks of one expert each."""
 
 from typing import NamedTuple
 
@@ -12,7 +10,6 @@ from torch import Tensor
 # Numbers of routes that a program reads at a time: each size of step that has another is compiled again.
 _CHUNKS = (256, 1024, 4096)
 _SPAN = tl.constexpr(4 * _CHUNKS[-1])  # routes of a program
-_COLUMNS = tl.constexpr(1024)  # columns per program of the sum
 
 
 @triton.jit(do_not_specialize=["num_routes"])
@@ -116,27 +113,3 @@ def assign_blocks(expert_ids: Tensor, num_experts: int, rows: int) -> Blocks:
         **sizes,
     )
     return Blocks(experts, routes, number)
-
-
-@triton.jit
-def sum_kernel(rows_ptr, ids_ptr, out_ptr, num_experts, width, TOP_K: tl.constexpr):
-    """Add the rows of a token's routes in float32; one program per (token, tile of columns)."""
-    route = tl.program_id(0).to(tl.int64) * TOP_K
-    column = tl.program_id(1) * _COLUMNS + tl.arange(0, _COLUMNS)
-    acc = tl.zeros([_COLUMNS], tl.float32)
-    for i in tl.static_range(TOP_K):
-        expert = tl.load(ids_ptr + route + i)
-        # Rows of ids outside [0, num_experts) were never written.
-        num_columns = tl.where((expert >= 0) & (expert < num_experts), width, 0)
-        rows = tl.load(rows_ptr + (route + i) * width + column, mask=column < num_columns, other=0.0)
-        acc += rows.to(tl.float32)
-    out_ptrs = out_ptr + tl.program_id(0).to(tl.int64) * width + column
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=column < width)
-
-
-def sum_routes(rows: Tensor, expert_ids: Tensor, num_experts: int) -> Tensor:
-    """Return [T, H], the sums of each token's rows [T k, H]; rows of ids outside [0, num_experts) are not read."""
-    (num_tokens, top_k), width = expert_ids.shape, rows.shape[1]
-    out = rows.new_empty(num_tokens, width)
-    sum_kernel[(num_tokens, triton.cdiv(width, _COLUMNS.value))](rows, expert_ids, out, num_experts, width, TOP_K=top_k)
-    return out

@@ -12,7 +12,7 @@ from dcpmla.model.calls import RoutedRows
 from dcpmla.model.glu import SWIGLU, Glu
 from dcpmla.model.hopper import product
 from dcpmla.model.hopper.pipeline import BLOCK_ROWS
-from dcpmla.model.kernels.blocks import assign_blocks, sum_routes
+from dcpmla.model.kernels.blocks import assign_blocks
 from dcpmla.model.kernels.grouped import grouped_product_kernel
 from dcpmla.model.kernels.packed import packed_product_kernel
 from dcpmla.parallel.fp8 import quantize_rows
@@ -49,9 +49,6 @@ _MANY_ROWS = 64  # average rows per expert above which Hopper GPUs use their own
 # rows by another one.
 _ORDERED_ROWS = 16
 _RESERVED_BYTES = 4096  # shared memory for everything except the tiles
-# Few tokens are not sorted: each route is its own block, and the second product sums a token's routes. A few more are
-# not sorted, either, if they hardly share experts, whose weights would otherwise be read again.
-_FEW_TOKENS, _MORE_TOKENS, _EXPERTS_PER_ROUTE = 2, 4, 6
 _FEW = {
     torch.bfloat16: Tiling(1, Tile(8, 32, 256, 4, 3, True), Tile(8, 64, 256, 4, 7)),
     FP8: Tiling(1, Tile(16, 32, 128, 4, 7, True), Tile(16, 64, 128, 4, 9)),
@@ -79,14 +76,14 @@ _TILINGS = {
 
 
 def compute_experts(call: RoutedRows) -> Tensor:
-    """Compute `model.experts.compute_experts` of at least one token and one route, from its operator's arguments."""
+    """Compute `model.experts.route_terms` of at least one token and one route, from its operator's arguments."""
     x, quantized, expert_ids, expert_weights, gate_up, gate_up_scales, down, down_scales, glu, *_ = call
     num_experts, is_deterministic = call.num_experts, call.is_deterministic
     ids, expert_weights = expert_ids.contiguous(), expert_weights.contiguous()
-    (num_tokens, top_k), num_routes = ids.shape, ids.numel()
+    top_k, num_routes = ids.shape[1], ids.numel()
     if gate_up_scales is not None and down_scales is not None:
         gate_up_scales, down_scales = gate_up_scales.contiguous(), down_scales.contiguous()
-    num_own, width, hidden = len(down), gate_up.shape[1] // 2, down.shape[1]
+    num_own, width = len(down), gate_up.shape[1] // 2
     weights = gate_up, down, gate_up_scales, down_scales
     fuses = not is_deterministic  # a compiler may fuse in one kernel's code and not in another's
     if num_routes > _MANY_ROWS * num_experts and product.takes(x, *weights):
@@ -99,11 +96,9 @@ def compute_experts(call: RoutedRows) -> Tensor:
         h = product.multiply(rows, gate_up, gate_up_scales, blocks, x.dtype, fuses, expert_weights, glu)
         out = product.multiply(h, down, down_scales, blocks, x.dtype, fuses)
         assert isinstance(out, Tensor)
-        return sum_routes(out, ids, num_own)
+        return out
     kind = gate_up.dtype if gate_up.dtype in _FEW else torch.bfloat16
-    is_sparse = num_tokens <= _MORE_TOKENS and num_routes * _EXPERTS_PER_ROUTE <= num_experts
-    is_few = num_tokens <= _FEW_TOKENS or is_sparse
-    if is_few:
+    if call.is_few:
         tiling, experts, routes = _FEW[kind], ids, None
     else:
         tiling = next(tiling for tiling in _TILINGS[kind] if num_routes <= tiling.max_rows * num_experts)
@@ -114,10 +109,9 @@ def compute_experts(call: RoutedRows) -> Tensor:
     codes = gate_up.unflatten(1, (2, width))
     source = _by_halves(x) if kind == torch.uint8 else x if quantized is None else quantized
     _multiply(source, codes, gate_up_scales, h, gate_up_tile, experts, routes, top_k, fuses, expert_weights, glu)
-    sums = is_few and not is_deterministic  # the product sums a token's routes before it rounds them
-    rows = x.new_empty(num_tokens if sums else num_routes, hidden)
+    rows = call.new_result()
     _multiply(h, down.unsqueeze(1), down_scales, rows, down_tile, experts, routes, top_k, fuses)
-    return rows if sums else sum_routes(rows, ids, num_own)
+    return rows
 
 
 def _widen(tiling: Tiling) -> Tiling:
