@@ -13,7 +13,7 @@ from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
 from dcpmla.runtime.drafts import Drafter
 from dcpmla.runtime.graph import StepGraph
-from dcpmla.runtime.mtp import MtpDrafter
+from dcpmla.runtime.modules import ModuleDrafter
 from dcpmla.runtime.ngram import NgramDrafter
 
 
@@ -34,26 +34,29 @@ def make_drafter(
     """Return the drafter of a method.
 
     Args:
-        graphs: Graphs from `mtp_graphs`, made or captured over the cache.
+        graphs: Graphs from `draft_graphs`, made or captured over the cache.
     """
     if method == "none":
         return Drafter()
     if method == "ngram":
         return NgramDrafter(num_speculative_tokens, model.device)
-    return MtpDrafter(num_speculative_tokens, model, cache, model.placement.mesh, *graphs)
+    assert model.drafts is not None
+    return ModuleDrafter(num_speculative_tokens, model.drafts, cache, model.placement.mesh, *graphs)
 
 
-def mtp_graphs(num_speculative_tokens: int, model: ShardedModel, max_num_seqs: int, longest: int) -> list[GraphMaker]:
-    """Return the makers of the MTP module's graphs: of its steps over tokens, and over its own drafts.
+def draft_graphs(num_speculative_tokens: int, model: ShardedModel, max_num_seqs: int, longest: int) -> list[GraphMaker]:
+    """Return the makers of a trained module's graphs: of its steps over tokens, and over its own drafts.
 
     Args:
         longest: Tokens of the longest sequence.
     """
     num_reqs = min(max_num_seqs, MAX_DRAFT_ROWS // (1 + num_speculative_tokens))
-    hidden_state = torch.zeros_like(model.hidden_rows[0])
-    row = model.join(torch.zeros(1, dtype=torch.int64, device=model.device), hidden_state[None])[0]
+    drafts = model.drafts
+    assert drafts is not None
+    row = drafts.rows(torch.zeros(1, dtype=torch.int64, device=model.device))[0]
+    hidden_state = torch.zeros_like(drafts.module.project(drafts.hidden_rows[:1])[0])
     sizes = longest, num_reqs
     return [
-        GraphMaker.decodes("drafts", model, model.predict, torch.zeros_like(row), *sizes, 1 + num_speculative_tokens),
-        GraphMaker.decodes("drafts", model, model.draft, hidden_state, *sizes, num_speculative_tokens),
+        GraphMaker.decodes("drafts", model, drafts.predict, torch.zeros_like(row), *sizes, 1 + num_speculative_tokens),
+        GraphMaker.decodes("drafts", model, drafts.draft, hidden_state, *sizes, num_speculative_tokens),
     ]

@@ -19,6 +19,7 @@ from dcpmla.config import DCPConfig
 from dcpmla.hf_quantization import scale_block
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.config_checks import check_generation_config
+from dcpmla.integrations.draft_model import DraftModel
 from dcpmla.integrations.dummy import dummy_weights
 from dcpmla.integrations.families.table import family_of
 from dcpmla.integrations.parts import Parts
@@ -101,8 +102,10 @@ def load_model(
         placement,
         reduce,
         _eos_token_ids(directory, config),
-        mtp,
     )
+    if mtp is not None:
+        prepare = partial(attention.prepare, rotary=loaded.rotary, dtype=dtype, layers=(attention.num_layers - 1,))
+        loaded.drafts = DraftModel(mtp, [decoder], loaded.head, prepare)
     if dcp.deterministic:
         for module in loaded.modules():
             make_deterministic(module)

@@ -72,6 +72,13 @@ class Drafter:
             by: What the step was run by.
         """
 
+    def complete(self, step: "InFlightStep") -> None:
+        """Write what the drafter caches for the tokens of a step, which leaves for another job. Collective.
+
+        Args:
+            step: The latest step, whose tokens are known on the device.
+        """
+
     def compared(self, drafts: Tensor, sampled: Tensor, nums: Sequence[int]) -> Compared:
         """Return the numbers that decide whether drafts are accepted (`verify`): drafts and sampled tokens.
 

@@ -39,8 +39,9 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
 
 
 def held_bytes(model: ShardedModel) -> int:
-    roots = [root for root in vars(model).values() if isinstance(root, nn.Module)]
-    tensors = {id(tensor): tensor for root in roots for module in root.modules() for tensor in tensors_of(module)}
+    tensors = {
+        id(tensor): tensor for root in model.modules() for module in root.modules() for tensor in tensors_of(module)
+    }
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
