@@ -31,7 +31,7 @@ class ShardedModel:
         reduce: Sums over the TP ranks.
     Attributes:
         attention: Attention of all layers.
-        rotary: Angles of positions.
+        angles: Function of positions [T] and a type of rotary embedding (`cos_sin`).
         drafts: Trained module that drafts, over hidden states of the model; None without.
         placement: Placement of the layers.
         eos_token_ids, vocab_size, dtype, device: Values of the model.
@@ -49,8 +49,8 @@ class ShardedModel:
     ) -> None:
         self.drafts: DraftModel | None = None
         self.placement, self.dtype, self.device = placement, placement.dtype, torch.device(placement.device)
-        self.hidden_states, self.head = hidden_states, head
-        self.rotary = partial(cos_sin, rotary, attention.config.rope_dim // 2, placement)
+        self.hidden_states, self.head, self._rotary = hidden_states, head, rotary
+        self.angles = partial(cos_sin, rotary, attention.config.rope_dim // 2, placement)
         self._exchanges = placement.exchange, reduce
         self.attention, self.eos_token_ids, self.vocab_size = attention, eos_token_ids, head.vocab_size
 
@@ -121,7 +121,7 @@ class ShardedModel:
 
     def prepare(self, metadata: StepMetadata) -> StepMetadata:
         """Return a step with what its layers share."""
-        return self.attention.prepare(metadata, self.rotary, self.dtype)
+        return self.attention.prepare(metadata, self.angles, self.dtype)
 
 
 def cos_sin(rotary: Any, num_pairs: int, placement: Placement, positions: Tensor, layer_type: str) -> Tensor:

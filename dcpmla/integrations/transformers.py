@@ -104,7 +104,7 @@ def load_model(
         _eos_token_ids(directory, config),
     )
     if mtp is not None:
-        prepare = partial(attention.prepare, rotary=loaded.rotary, dtype=dtype, layers=(attention.num_layers - 1,))
+        prepare = partial(attention.prepare, rotary=loaded.angles, dtype=dtype, layers=(attention.num_layers - 1,))
         loaded.drafts = DraftModel(mtp, [decoder], loaded.head, prepare)
     if dcp.deterministic:
         for module in loaded.modules():
