@@ -9,7 +9,7 @@ import torch
 from dcpmla.config import MODEL_DTYPES
 from dcpmla.fields import FLAG, TEXT, check_fields, number, one_of, option_label, optional, rules_of, whole
 
-SPECULATIVE_METHODS = ("none", "ngram", "mtp")
+SPECULATIVE_METHODS = ("none", "ngram", "mtp", "eagle3")
 MAX_SPECULATIVE_TOKENS = 15  # a batch of several requests fits into `MAX_DRAFT_ROWS`
 _Count = Annotated[int, whole(1)]
 _Flag = Annotated[bool, FLAG]
@@ -45,7 +45,8 @@ class EngineOptions:
         expert_dtype: Format of experts: "auto" leaves them as stored; "fp8" re-encodes 4-bit ones (DeepSeek-V4) without
             rounding: twice the memory, and faster products.
         speculative_method: Source of drafts: "ngram" looks up the last tokens in the request's own, "mtp" runs the
-            checkpoint's MTP module.
+            checkpoint's MTP module, "eagle3" a head that was trained for the model (speculative_model).
+        speculative_model: Directory or hub id of the EAGLE3 head; None with other methods.
         num_speculative_tokens: Limit of a request's drafts in a step.
     Raises:
         ValueError: A value is not allowed.
@@ -66,6 +67,7 @@ class EngineOptions:
     load_format: Annotated[str, one_of(("auto", "dummy"))] = "auto"
     expert_dtype: Annotated[str, one_of(("auto", "fp8"))] = "auto"
     speculative_method: Annotated[str, one_of(SPECULATIVE_METHODS)] = "none"
+    speculative_model: Annotated[str | None, optional(TEXT)] = None
     num_speculative_tokens: Annotated[int, whole(1, MAX_SPECULATIVE_TOKENS)] = 3
 
     def __post_init__(self) -> None:
@@ -75,6 +77,11 @@ class EngineOptions:
             raise ValueError(
                 "kv_offloading_size (--kv-offloading-size) keeps blocks for later requests, which "
                 "enable_prefix_caching (--enable-prefix-caching) False rules out; give one of the two"
+            )
+        if (self.speculative_model is not None) != (self.speculative_method == "eagle3"):
+            raise ValueError(
+                f"speculative_model (--speculative-model) is {self.speculative_model!r} with speculative_method "
+                f"(--speculative-method) {self.speculative_method!r}; give a head with eagle3, and with it alone"
             )
         self._check_disk()
 

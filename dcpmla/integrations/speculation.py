@@ -8,6 +8,7 @@ import torch
 from dcpmla.cache.layers import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.decode_graphs import GraphMaker
+from dcpmla.integrations.eagle3 import Eagle3Files
 from dcpmla.integrations.families.table import family_of
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
@@ -17,15 +18,21 @@ from dcpmla.runtime.modules import ModuleDrafter
 from dcpmla.runtime.ngram import NgramDrafter
 
 
-def check_speculation(config: Any, dcp: DCPConfig, method: str) -> None:
-    """Raise ValueError, before any weight is read, for a method that a model does not have."""
+def check_speculation(config: Any, dcp: DCPConfig, method: str, eagle3: Eagle3Files | None = None) -> None:
+    """Raise ValueError, before any weight is read, for a method that a model does not have.
+
+    Args:
+        eagle3: Head of the method eagle3.
+    """
     if method == "mtp":
         family_of(config).check_mtp(config)
-        if dcp.calculate_kv_scales:
-            raise ValueError(
-                "speculative_method (--speculative-method) is 'mtp', whose layer takes no scales from the first "
-                "prompts; leave --calculate-kv-scales out, or take ngram"
-            )
+    if eagle3 is not None:
+        eagle3.check(config, dcp)
+    if method in ("mtp", "eagle3") and dcp.calculate_kv_scales:
+        raise ValueError(
+            f"speculative_method (--speculative-method) is {method!r}, whose layer takes no scales from the first "
+            "prompts; leave --calculate-kv-scales out, or take ngram"
+        )
 
 
 def make_drafter(
