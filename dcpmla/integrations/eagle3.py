@@ -1,6 +1,7 @@
 """EAGLE3 heads before their weights are read: a directory of their own, beside the model's (`Eagle3Files`)."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -26,12 +27,19 @@ from dcpmla.fields import (
     optional,
     whole,
 )
+from dcpmla.hf_quantization import scale_block
+from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.config_checks import reason
 from dcpmla.integrations.families.table import family_of, find_family
 from dcpmla.integrations.model_files import find_model
-from dcpmla.integrations.skeleton import build_skeleton
+from dcpmla.integrations.skeleton import build_skeleton, published_shapes
 
 LABEL = option_label("speculative_model")
+LAYER, EMBEDDING, HEAD = "model.layers.0", "model.embed_tokens.weight", "lm_head.weight"
+_NAMES = (
+    (re.compile(r"^(model\.)?(midlayer|layers\.0)\."), f"{LAYER}."),
+    (re.compile(r"^(model\.)?(fc|fc_norm|norm|embed_tokens)\."), r"model.\2."),
+)
 _ARCHITECTURES = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
 # Fields of a dense layer of DeepSeek-V3 with MLA, which the head's layer is; all others have no meaning for it.
 _REQUIRED = (
@@ -65,12 +73,15 @@ class Eagle3Files:
         config: transformers' config of a model of DeepSeek-V3's architecture with the head's one layer.
         fields: All fields of the head's config.json.
         digest: Hash of config.json.
+        shared: Names in `skeleton` of the tensors that the head takes from the model, because it has none: its
+            embedding, its head.
     """
 
     directory: Path
     config: Any
     fields: Mapping[str, Any]
     digest: str
+    shared: frozenset[str]
 
     def layer_ids(self, num_layers: int) -> list[int]:
         """Return the numbers of the model's layers whose inputs the head takes.
@@ -106,6 +117,7 @@ class Eagle3Files:
         for name, own, of_model in (
             ("vocab_size", self.config.vocab_size, config.vocab_size),
             ("target_hidden_size, by default hidden_size,", width, config.hidden_size),
+            *([("hidden_size", self.config.hidden_size, config.hidden_size)] if self.shared else []),
         ):
             if own != of_model:
                 raise ValueError(f"{LABEL}: {name} is {own}; the model's is {of_model}")
@@ -120,6 +132,15 @@ class Eagle3Files:
             self.attention(attention).check_layout(dcp)
         except ValueError as error:
             raise ValueError(f"{LABEL}: {error}") from error
+
+    def checkpoint(self) -> Checkpoint:
+        """Return the head's tensors by the names of `skeleton`."""
+        block = scale_block(getattr(self.config, "quantization_config", None))
+        return Checkpoint(self.directory, block, _module_name)
+
+    def shapes(self, skeleton: Any) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the head's own tensors."""
+        return {name: shape for name, shape in published_shapes(skeleton).items() if name not in self.shared}
 
     def skeleton(self, num_parts: int) -> Any:
         """Return transformers' model of the config with the head's shapes, without memory.
@@ -168,4 +189,15 @@ def open_eagle3(model: str) -> Eagle3Files:
         config = find_family("deepseek_v3").read_config(raw | {"num_hidden_layers": 1, "first_k_dense_replace": 1})
     except Exception as error:  # transformers checks fields with exceptions of many kinds
         raise ValueError(f"{LABEL} is {model!r}: {file} is of no head: {reason(error)}") from error
-    return Eagle3Files(directory, config, fields, sha256(content).hexdigest()[:12])
+    files = Eagle3Files(directory, config, fields, sha256(content).hexdigest()[:12], frozenset())
+    if not any(directory.glob("*.safetensors*")):  # a plan needs no weights
+        return files
+    own = {EMBEDDING} if files.draft_vocab_size != config.vocab_size else {EMBEDDING, HEAD}
+    return replace(files, shared=frozenset(own - files.checkpoint().names))
+
+
+def _module_name(name: str) -> str:
+    """Return the name in `Eagle3Files.skeleton` of a tensor of a checkpoint."""
+    for pattern, called in _NAMES:
+        name = pattern.sub(called, name)
+    return name

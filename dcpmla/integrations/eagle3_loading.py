@@ -1,6 +1,5 @@
 """EAGLE3 heads as they are loaded, every rank its own part (`load_eagle3`)."""
 
-import re
 from collections.abc import Mapping
 from functools import partial
 
@@ -8,25 +7,17 @@ import torch
 from torch import Tensor
 
 from dcpmla.comm.reduce import Reduce
-from dcpmla.hf_quantization import scale_block
-from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.draft_model import DraftModel
 from dcpmla.integrations.dummy import dummy_weights
-from dcpmla.integrations.eagle3 import LABEL, Eagle3Files
+from dcpmla.integrations.eagle3 import EMBEDDING, HEAD, LABEL, LAYER, Eagle3Files
 from dcpmla.integrations.families.table import family_of
 from dcpmla.integrations.parts import Parts, load_block
 from dcpmla.integrations.sharded_model import ShardedModel, cos_sin
-from dcpmla.integrations.skeleton import published_shapes
 from dcpmla.model.block import Decoder
 from dcpmla.model.eagle3 import Eagle3Head, Eagle3Layer
 from dcpmla.parallel.linear import Weight
 
-_LAYER = "model.layers.0"
-_NAMES = (
-    (re.compile(r"^(model\.)?(midlayer|layers\.0)\."), f"{_LAYER}."),
-    (re.compile(r"^(model\.)?(fc|fc_norm|norm|embed_tokens)\."), r"model.\2."),
-)
-_EMBEDDING, _HEAD, _OFFSETS = "model.embed_tokens.weight", "lm_head.weight", "d2t"
+_OFFSETS = "d2t"
 
 
 def load_eagle3(files: Eagle3Files, model: ShardedModel, reduce: Reduce, load_format: str) -> DraftModel:
@@ -43,7 +34,7 @@ def load_eagle3(files: Eagle3Files, model: ShardedModel, reduce: Reduce, load_fo
         raise ValueError(f"{LABEL}: this model's layers have several residuals; a head takes models with one")
     layer_ids = files.layer_ids(len(decoder.blocks))
     skeleton, config, placement = files.skeleton(len(layer_ids)), files.config, model.placement
-    shapes = published_shapes(skeleton)
+    shapes = files.shapes(skeleton)
     try:
         if load_format == "dummy":
             weights: Mapping[str, Weight] = dummy_weights(shapes, config, model.dtype, model.device)
@@ -67,31 +58,22 @@ def load_eagle3(files: Eagle3Files, model: ShardedModel, reduce: Reduce, load_fo
 
 
 def _weights(files: Eagle3Files, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Weight]:
-    """Return the weights of a head's directory by the names of `Eagle3Files.skeleton`, their shapes checked."""
-    block = scale_block(getattr(files.config, "quantization_config", None))
-    checkpoint = Checkpoint(files.directory, block, _module_name)
+    """Return the weights of a head's directory by their names, their shapes checked."""
+    checkpoint = files.checkpoint()
     checkpoint.check_shapes(shapes)
-    shared = {_EMBEDDING, *([] if _OFFSETS in shapes else [_HEAD])}
     # The attention layer checks its own weights.
-    missing = {name for name in shapes.keys() - checkpoint.names - shared if ".self_attn." not in name}
+    missing = {name for name in shapes.keys() - checkpoint.names if ".self_attn." not in name}
     if missing:
         raise ValueError(f"checkpoint: tensor {min(missing)} is missing")
     return checkpoint.weights("")
 
 
-def _module_name(name: str) -> str:
-    """Return the name in `Eagle3Files.skeleton` of a tensor of a checkpoint."""
-    for pattern, called in _NAMES:
-        name = pattern.sub(called, name)
-    return name
-
-
 def _load_layer(parts: Parts, files: Eagle3Files, model: ShardedModel) -> Eagle3Layer:
     fields, names = files.fields, parts.shapes
-    embedding = parts.vector(_EMBEDDING) if _EMBEDDING in parts.weights else model.hidden_states.embedding
-    head = Eagle3Head(parts.head() if _HEAD in parts.weights else model.head, _offsets(parts, files))
-    block = load_block(parts, _LAYER, parts.norm("model.norm"))
-    norms = parts.norm(f"{_LAYER}.input_layernorm"), parts.norm(f"{_LAYER}.hidden_norm")
+    embedding = model.hidden_states.embedding if EMBEDDING in files.shared else parts.vector(EMBEDDING)
+    head = Eagle3Head(model.head if HEAD in files.shared else parts.head(), _offsets(parts, files))
+    block = load_block(parts, LAYER, parts.norm("model.norm"))
+    norms = parts.norm(f"{LAYER}.input_layernorm"), parts.norm(f"{LAYER}.hidden_norm")
     part_norms = [parts.vector(name) for name in names if name.startswith("model.fc_norm.")]
     flags = bool(fields.get("norm_before_residual")), bool(fields.get("norm_output"))
     return Eagle3Layer(embedding, parts.linear("model.fc.weight"), part_norms, norms, block, head, *flags)
