@@ -57,7 +57,7 @@ class Head(nn.Module):
         self.tokens, self.numbers = tokens, torch.full((config.vocab_size,), -100)
         self.numbers[tokens] = torch.arange(len(tokens))
         self.fc = nn.Linear(len(INPUTS) * size, size, bias=False)
-        self.midlayer = nn.ModuleDict({name: nn.RMSNorm(size, eps=config.rms_norm_eps) for name in _NORMS})
+        self.midlayer: Any = nn.ModuleDict({name: nn.RMSNorm(size, eps=config.rms_norm_eps) for name in _NORMS})
         self.midlayer["self_attn"] = nn.ModuleDict(
             {
                 "q_proj": nn.Linear(2 * size, heads * config.qk_head_dim, bias=False),
@@ -122,9 +122,7 @@ class Head(nn.Module):
     def save(self, folder: Path) -> None:
         """Write the head as heads are published, with the model's embedding."""
         folder.mkdir(parents=True, exist_ok=True)
-        fields = ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim")
-        fields += ("qk_rope_head_dim", "v_head_dim", "rms_norm_eps", "vocab_size", "max_position_embeddings")
-        config = {name: getattr(self.config, name) for name in (*fields, "rope_parameters", "model_type", "hidden_act")}
+        config = {name: getattr(self.config, name) for name in _FIELDS}
         config |= {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "num_hidden_layers": 1, "dtype": "bfloat16"}
         config |= {"intermediate_size": 2 * self.config.hidden_size, "draft_vocab_size": len(self.tokens)}
         config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(INPUTS)}
@@ -136,6 +134,11 @@ class Head(nn.Module):
 
 
 _NORMS = "input_layernorm", "hidden_norm", "post_attention_layernorm"
+_FIELDS = (  # of the model's config, which the head's has, too
+    *("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
+    *("v_head_dim", "rms_norm_eps", "vocab_size", "max_position_embeddings", "rope_parameters", "model_type"),
+    "hidden_act",
+)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -200,11 +203,8 @@ def train(model: DeepseekV3ForCausalLM, tokenizer: Any, num_steps: int, seed: in
             step, shares = step + 1, [*shares, right]
             if step % STEPS_PER_REPORT == 0:
                 means = [sum(column) / len(shares) for column in zip(*shares, strict=True)]
-                line = ", ".join(f"{mean:.3f}" for mean in means)
-                print(
-                    f"{time.time() - start:5.0f} s  step {step}  loss {loss.item():.3f}  right drafts {line}",
-                    flush=True,
-                )
+                right_drafts = ", ".join(f"{mean:.3f}" for mean in means)
+                print(f"{time.time() - start:5.0f} s  step {step}  right drafts {right_drafts}", flush=True)
                 shares = []
     return head
 
@@ -224,7 +224,7 @@ def measure(directory: Path, head: Path, prompts: Sequence[Sequence[int]], metho
     """Return the tokens of a step with drafts, and the share of steps with drafts that take each of them."""
     from dcpmla import LLM, SamplingParams
 
-    drafts = {"speculative_method": method, "num_speculative_tokens": NUM_DRAFTS}
+    drafts: dict[str, Any] = {"speculative_method": method, "num_speculative_tokens": NUM_DRAFTS}
     drafts |= {"speculative_model": str(head)} if method == "eagle3" else {}
     with LLM(str(directory), dtype="float32", enable_prefix_caching=False, **drafts) as llm:
         llm.engine.speculation.drafter.drafts_always = True
@@ -243,7 +243,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Train an EAGLE3 head for the chat model.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=800, help="training steps of about 2,000 tokens")
+    parser.add_argument("--steps", type=int, default=300, help="training steps of about 2,000 tokens")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", type=Path, default=HERE / "model", help="folder of the chat model")
     parser.add_argument("--output", type=Path, default=HERE / "eagle3", help="folder to write")
