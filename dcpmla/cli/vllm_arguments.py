@@ -8,7 +8,10 @@ from typing import Any
 from dcpmla.integrations.engine_options import SPECULATIVE_METHODS
 
 _METHODS = SPECULATIVE_METHODS[1:]
-_OPTIONS = {"model": "speculative_model", "num_speculative_tokens": "num_speculative_tokens"}  # by vLLM's fields
+_OPTIONS = {  # by vLLM's fields
+    "model": "speculative_model",
+    **{name: name for name in ("num_speculative_tokens", "synthetic_acceptance_length", "synthetic_acceptance_rates")},
+}
 _IGNORED_FIELDS = ("prompt_lookup_max", "prompt_lookup_min")  # the lookup takes the longest match
 
 
@@ -71,11 +74,17 @@ def _read_speculation(text: str) -> dict[str, Any]:
         raise ValueError(
             f"{label} is {text!r}; give an object such as " + '{"method": "mtp", "num_speculative_tokens": 3}'
         )
-    method = str(fields.pop("method", None))
+    method, sampling = str(fields.pop("method", None)), fields.pop("rejection_sample_method", None)
     options = {option: fields.pop(name, None) for name, option in _OPTIONS.items()}
     served = "mtp" if method == "mtp" or method.endswith("_mtp") else method
     if served not in _METHODS:
         raise ValueError(f"method of {label} is {method!r}; it must be {' or '.join(_METHODS)}")
+    is_synthetic = any(options[name] is not None for name in _OPTIONS.values() if name.startswith("synthetic"))
+    if sampling not in (None, "synthetic" if is_synthetic else "standard"):
+        raise ValueError(
+            f"rejection_sample_method of {label} is {sampling!r}; it must be standard, or synthetic with "
+            "synthetic_acceptance_length or synthetic_acceptance_rates"
+        )
     unknown = [name for name, value in fields.items() if value is not None and name not in _IGNORED_FIELDS]
     if unknown:
         raise ValueError(f"{label} has {', '.join(unknown)}; give method, {' and '.join(_OPTIONS)} alone")

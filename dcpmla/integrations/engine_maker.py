@@ -97,9 +97,8 @@ class EngineMaker:
             load_costs: Costs of loads from host memory and from disks; empty where all loads pay.
         """
         options, files = self._options, self._files
-        drafts = options.speculative_method, options.num_speculative_tokens
         mixed, decodes, *of_module = graphs
-        drafter = make_drafter(*drafts, self._model, cache, [graph for graph in of_module if graph is not None])
+        drafter = make_drafter(options, self._model, cache, [graph for graph in of_module if graph is not None])
         # The cache has fewer states if fewer requests are known to come.
         max_num_seqs = min(options.max_num_seqs, plan.num_states or options.max_num_seqs)
         limits = options.max_num_batched_tokens, max_num_seqs, options.enable_prefix_caching

@@ -9,6 +9,7 @@ from dcpmla.cache.layers import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.decode_graphs import GraphMaker
 from dcpmla.integrations.eagle3 import Eagle3Files
+from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.families.table import family_of
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
@@ -16,6 +17,7 @@ from dcpmla.runtime.drafts import Drafter
 from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.modules import ModuleDrafter
 from dcpmla.runtime.ngram import NgramDrafter
+from dcpmla.runtime.simulated import SimulatedDrafter, rates_of_length
 
 
 def check_speculation(config: Any, dcp: DCPConfig, method: str, eagle3: Eagle3Files | None = None) -> None:
@@ -35,20 +37,23 @@ def check_speculation(config: Any, dcp: DCPConfig, method: str, eagle3: Eagle3Fi
         )
 
 
-def make_drafter(
-    method: str, num_speculative_tokens: int, model: ShardedModel, cache: Cache, graphs: Sequence[StepGraph]
-) -> Drafter:
-    """Return the drafter of a method.
+def make_drafter(options: EngineOptions, model: ShardedModel, cache: Cache, graphs: Sequence[StepGraph]) -> Drafter:
+    """Return the drafter of a method, its drafts accepted by random numbers if the options ask for that.
 
     Args:
         graphs: Graphs from `draft_graphs`, made or captured over the cache.
     """
+    method, num_drafts = options.speculative_method, options.num_speculative_tokens
     if method == "none":
         return Drafter()
-    if method == "ngram":
-        return NgramDrafter(num_speculative_tokens, model.device)
-    assert model.drafts is not None
-    return ModuleDrafter(num_speculative_tokens, model.drafts, cache, model.placement.mesh, *graphs)
+    drafter: Drafter
+    if model.drafts is None:
+        drafter = NgramDrafter(num_drafts, model.device)
+    else:
+        drafter = ModuleDrafter(num_drafts, model.drafts, cache, model.placement.mesh, *graphs)
+    length, rates = options.synthetic_acceptance_length, options.synthetic_acceptance_rates
+    rates = rates if length is None else rates_of_length(length, num_drafts)
+    return SimulatedDrafter(drafter, rates, model.vocab_size, model.device) if rates else drafter
 
 
 def draft_graphs(num_speculative_tokens: int, model: ShardedModel, max_num_seqs: int, longest: int) -> list[GraphMaker]:

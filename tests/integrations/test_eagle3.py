@@ -1,13 +1,24 @@
 """EAGLE3 heads with MLA: drafts of the published formula in plain torch, around transformers' own attention."""
 
+import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dcpmla.__main__ import main
+from dcpmla.integrations.eagle3 import open_eagle3
 from dcpmla.integrations.engine_options import EngineOptions
+from dcpmla.integrations.model_files import load_config
 from dcpmla.runtime.modules import ModuleDrafter
+from tests.integrations.test_combinations import ALPHABET, check, save, words_of
+from tests.integrations.test_combinations import serve as serve_rows
+from tests.planning.test_plan_truth import check as check_bytes
+from tests.support.combinations import Row, by_ranks
 from tests.support.layouts import dcp_config
+from tests.support.models import FAMILIES, tiny_config
 from tests.support.oracle import Oracle
 from tests.support.plain_eagle3 import DRAFT_VOCAB, PlainEagle3, base_model
 from tests.support.ranks import run_ranks
@@ -93,3 +104,112 @@ def test_drafts_are_those_of_the_formula(
         assert {len(drafts) for _, drafts in record} == {1, 2, 3}
         for known, drafts in record:
             assert drafts == head.drafts(known, len(drafts)), (name, len(known))
+
+
+IDS_NAME = "eagle_aux_hidden_state_layer_ids"
+IDS = {IDS_NAME: [2, 1]}
+ROWS = [
+    Row(family, tuple(f"{layout}, eagle3, {levels}".split(", ")))
+    for family, layout, levels in (
+        ("deepseek_v3", "dcp 2 by token", "short steps, prefix hits, host, ample, 8 bits, any order, graphs, free"),
+        ("deepseek_v3", "dcp 2 in groups", "short steps, prefix hits, disk, ample, exact, deterministic, grammar"),
+        ("deepseek_v3", "tp 1", "long steps, no reuse, no tiers, preemption, exact, graphs, grammar, two choices"),
+        ("deepseek_v32", "dcp 2 in groups", "short steps, prefix hits, no tiers, preemption, 8 bits, two choices"),
+        ("kimi_linear", "dcp 2 by token", "short steps, prefix hits, host, ample, exact, graphs"),
+        ("longcat_flash", "tp 2", "long steps, prefix hits, no tiers, ample, 8 bits, graphs"),
+        ("mistral4", "tp 1", "short steps, prefix hits, disk, ample, exact, graphs"),
+    )
+    if family in FAMILIES
+]
+
+
+@pytest.mark.parametrize(("family", "rows"), [(family, rows) for family, _, rows in by_ranks(ROWS)])
+def test_every_feature(family: str, rows: list[Row], tmp_path: Path) -> None:
+    """Drafts are the two tokens that answers have, so that some are right by chance."""
+    if any(row.has("grammar") for row in rows):
+        pytest.importorskip("llguidance")
+    reference = save(family, tmp_path / "model")
+    PlainEagle3(reference, (2, 1), tokens=ALPHABET, draft_vocab_size=2, **IDS).save(tmp_path / "head")
+    oracle, words = Oracle(reference), words_of(tmp_path / "model")
+    for ranks in run_ranks(rows[0].num_ranks, serve_rows, tmp_path / "model", rows, "cpu", timeout=500):
+        for row, served in zip(rows, ranks, strict=True):
+            check(row, served, oracle, words)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"architectures": ["LlamaForCausalLMEagle3"]}, r"architectures is \['LlamaForCausalLMEagle3'\]; it must be"),
+    ({"num_hidden_layers": 2}, "num_hidden_layers is 2; it must be 1"),
+    ({"kv_lora_rank": None}, "kv_lora_rank is None; it must be a whole number"),
+    ({"mla_use_nope": True}, "mla_use_nope is true; it must be false"),
+    ({"vocab_size": 100}, "vocab_size is 100; the model's is 192"),
+    ({"target_hidden_size": 64}, "target_hidden_size, by default hidden_size, is 64; the model's is 48"),
+    ({"eagle_aux_hidden_state_layer_ids": [2, 9]}, r"layer_ids is \[2, 9\]; the model has 4 layers"),
+    ({"qk_rope_head_dim": 3}, "qk_rope_head_dim is 3; it must be"),
+    ({"draft_vocab_size": 95}, r"tensor lm_head.weight has shape \(96, 48\)"),
+    ({"fc_norm": True}, "tensor model.fc_norm.0.weight is missing"),
+]
+
+
+def messages(model: Path, head: Path, fields: Sequence[dict[str, Any]]) -> list[str]:
+    """On one rank: return the errors of loading a head with fields of its config changed."""
+    file, found = head / "config.json", []
+    raw = json.loads(file.read_text())
+    options = EngineOptions(speculative_method="eagle3", speculative_model=str(head), kv_cache_memory_bytes=1 << 20)
+    for changes in fields:
+        file.write_text(json.dumps(raw | changes))
+        try:
+            load_engine_on_rank(model, dcp_config(1, 1, 1, block_size=4), options)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    base = base_model()
+    base.save_pretrained(tmp_path / "model")
+    head = PlainEagle3(base, (2, 3, 4), draft_vocab_size=DRAFT_VOCAB, **{IDS_NAME: [2, 3, 4]}).save(tmp_path / "head")
+    files, config = open_eagle3(str(head)), load_config(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"^speculative_model .* tensor_parallel_size .* 3.* 8 attention heads"):
+        files.check(config, dcp_config(3, 3, 1, block_size=4))
+    with pytest.raises(ValueError, match=r"the layers of deepseek_v4 are not MLA, and a head of MLA needs their cache"):
+        files.check(tiny_config("deepseek_v4"), dcp_config(1, 1, 1, block_size=4))
+    (found,) = run_ranks(1, messages, tmp_path / "model", head, [fields for fields, _ in REFUSED])
+    assert len(found) == len(REFUSED)
+    for text, (_, message) in zip(found, REFUSED, strict=True):
+        assert re.search(message, text), (message, text)
+        assert "speculative_model (--speculative-model)" in text
+
+
+def test_options_of_a_head_belong_together() -> None:
+    options: list[dict[str, Any]] = [{"speculative_method": "eagle3"}, {"speculative_model": "x"}]
+    for fields in options:
+        with pytest.raises(ValueError, match=r"speculative_model .* is .* give a head with eagle3, and with it alone"):
+            EngineOptions(**fields)
+    with pytest.raises(ValueError, match=r"^speculative_model \(--speculative-model\): model .* 'nowhere'"):
+        open_eagle3("nowhere")
+
+
+def test_bytes_as_planned(tmp_path: Path) -> None:
+    base = base_model()
+    base.save_pretrained(tmp_path / "model")
+    for name, fields in (
+        ("own", {"draft_vocab_size": DRAFT_VOCAB, "fc_norm": True}),
+        ("shared", {"q_lora_rank": None}),
+    ):
+        head = PlainEagle3(base, (2, 3, 4), **fields, **{IDS_NAME: [2, 3, 4]})
+        head.save(tmp_path / name, has_embedding=name == "own")
+        check_bytes([tmp_path / "model"], 2, eagle3=open_eagle3(str(tmp_path / name)))
+
+
+def test_plan_counts_the_head(tmp_path: Path) -> None:
+    base = base_model()
+    base.save_pretrained(tmp_path / "model")
+    head = PlainEagle3(base, (2, 3, 4), **{IDS_NAME: [2, 3, 4]}).save(tmp_path / "head")
+    plans = []
+    for options in ([], ["--speculative-method", "eagle3", "--speculative-model", str(head)]):
+        out = tmp_path / "plan.json"
+        main(["plan", "--model", str(tmp_path / "model"), "-tp", "2", *options, "--json", str(out)])
+        plans.append(json.loads(out.read_text())["settings"][0])
+    weights, rows = ([plan[name] for plan in plans] for name in ("weight_bytes_per_rank", "kv_bytes_per_token"))
+    assert weights[0] < weights[1]
+    assert rows == [4 * 24 * 2, (4 * 24 + 16) * 2]  # latents of the model's four layers, and of the head

@@ -1,6 +1,7 @@
 """An EAGLE3 head in plain torch, around transformers' own attention and MLP of DeepSeek-V3."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,13 @@ class PlainEagle3:
     Args:
         base: transformers' model.
         inputs: Numbers of the layers whose inputs the head takes; that of the layer after the last is its output.
+        tokens: Tokens of the draft's vocabulary; None for random ones.
         fields: Fields of the head's config, flags among them.
     """
 
-    def __init__(self, base: Any, inputs: tuple[int, ...], seed: int = 0, **fields: Any) -> None:
+    def __init__(
+        self, base: Any, inputs: tuple[int, ...], seed: int = 0, tokens: Sequence[int] | None = None, **fields: Any
+    ) -> None:
         self.base, self.inputs, self.fields = base, inputs, fields
         sizes = {name: value for name, value in fields.items() if name in _SIZES}
         config = transformers.DeepseekV3Config(**_SIZES | sizes, attn_implementation="eager")
@@ -57,6 +61,8 @@ class PlainEagle3:
             }
             self.own |= norms
         self.tokens = torch.randperm(VOCAB_SIZE, generator=generator)[: self.draft_vocab].sort().values
+        if tokens is not None:
+            self.tokens = torch.tensor(tokens)
 
     def save(self, directory: Path, has_embedding: bool = True) -> Path:
         """Write it as heads are published."""
