@@ -12,9 +12,10 @@ from dcpmla.__main__ import main
 from dcpmla.integrations.eagle3 import open_eagle3
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.model_files import load_config
-from dcpmla.runtime.modules import ModuleDrafter
+from dcpmla.runtime.sampling import SamplingParams
 from tests.integrations.test_combinations import ALPHABET, check, save, words_of
 from tests.integrations.test_combinations import serve as serve_rows
+from tests.integrations.test_handoffs import draw_prompts
 from tests.planning.test_plan_truth import check as check_bytes
 from tests.support.combinations import Row, by_ranks
 from tests.support.layouts import dcp_config
@@ -22,6 +23,7 @@ from tests.support.models import FAMILIES, tiny_config
 from tests.support.oracle import Oracle
 from tests.support.plain_eagle3 import DRAFT_VOCAB, PlainEagle3, base_model
 from tests.support.ranks import run_ranks
+from tests.support.two_jobs import record_drafts, run_jobs
 from tests.support.whole_models import load_engine_on_rank, serve
 
 NUM_DRAFTS = 3
@@ -36,24 +38,6 @@ HEADS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "no q_lora": ((2, 2, 1), {"norm_before_residual": True, "q_lora_rank": None}),  # by default 2, n // 2, n - 3
 }
 Record = list[tuple[list[int], list[int]]]
-
-
-def record_drafts(drafter: ModuleDrafter) -> Record:
-    """Let a drafter draft in every step, and note each request's tokens and the drafts after them."""
-    draft, record = drafter.draft, Record()
-
-    def recording(wanted: Any, previous: Any) -> Any:
-        drafts = draft(wanted, previous)
-        flat = drafts.token_ids.tolist()
-        for (request, _), num in zip(wanted, drafts.nums, strict=True):
-            if num:
-                assert not request.num_in_flight  # else tokens are on the device alone
-                record.append((request.tokens(0, request.num_known_tokens), flat[:num]))
-            flat = flat[num:]
-        return drafts
-
-    drafter.drafts_always, drafter.draft, drafter.reads_tokens = True, recording, True
-    return record
 
 
 def serve_heads(
@@ -74,8 +58,8 @@ def serve_heads(
         )
         engine = load_engine_on_rank(model, dcp, options)
         drafter = engine.speculation.drafter
-        assert isinstance(drafter, ModuleDrafter)
         record = record_drafts(drafter)
+        drafter.reads_tokens = True  # so that the host knows all tokens before each draft
         requests = serve(engine, PROMPTS, 9, ignore_eos=True)
         outcomes.append(([request.token_ids for request in requests], record, engine.stats.num_accepted_at))
         engine.close()
@@ -140,12 +124,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["LlamaForCausalLMEagle3"]}, r"architectures is \['LlamaForCausalLMEagle3'\]; it must be"),
     ({"num_hidden_layers": 2}, "num_hidden_layers is 2; it must be 1"),
     ({"kv_lora_rank": None}, "kv_lora_rank is None; it must be a whole number"),
-    ({"mla_use_nope": True}, "mla_use_nope is true; it must be false"),
+    ({"mla_use_nope": True}, "mla_use_nope is True; it must be false"),
     ({"vocab_size": 100}, "vocab_size is 100; the model's is 192"),
     ({"target_hidden_size": 64}, "target_hidden_size, by default hidden_size, is 64; the model's is 48"),
     ({"eagle_aux_hidden_state_layer_ids": [2, 9]}, r"layer_ids is \[2, 9\]; the model has 4 layers"),
     ({"qk_rope_head_dim": 3}, "qk_rope_head_dim is 3; it must be"),
-    ({"draft_vocab_size": 95}, r"tensor lm_head.weight has shape \(96, 48\)"),
+    ({"draft_vocab_size": 95}, r"tensor d2t has shape \(96,\)"),
     ({"fc_norm": True}, "tensor model.fc_norm.0.weight is missing"),
 ]
 
@@ -213,3 +197,20 @@ def test_plan_counts_the_head(tmp_path: Path) -> None:
     weights, rows = ([plan[name] for plan in plans] for name in ("weight_bytes_per_rank", "kv_bytes_per_token"))
     assert weights[0] < weights[1]
     assert rows == [4 * 24 * 2, (4 * 24 + 16) * 2]  # latents of the model's four layers, and of the head
+
+
+def test_rows_of_a_head_move_between_jobs(tmp_path: Path) -> None:
+    """The first drafts of a decoding job are those of the head over the whole prompt."""
+    base, meeting = base_model(), tmp_path / "meeting"
+    base.save_pretrained(tmp_path / "model")
+    meeting.mkdir()
+    head = PlainEagle3(base, (2, 3, 4), **{IDS_NAME: [2, 3, 4]})
+    drafting = {"speculative_model": str(head.save(tmp_path / "head")), "speculative_method": "eagle3"}
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    prompts = [prompt._replace(params=params) for prompt in draw_prompts()]
+    layouts = [dcp_config(2, 2, 1, block_size=64), dcp_config(1, 1, 1, block_size=64)]
+    _, (decoded,) = run_jobs(tmp_path / "model", *layouts, prompts, meeting, **drafting, num_speculative_tokens=2)
+    assert (decoded.received.num_done, decoded.num_prefilled) == (3, 0)
+    assert len(decoded.drafts) >= 6
+    for known, drafts in decoded.drafts:
+        assert drafts == head.drafts(known, len(drafts)), len(known)
