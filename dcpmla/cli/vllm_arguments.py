@@ -79,6 +79,9 @@ def _read_speculation(text: str) -> dict[str, Any]:
     served = "mtp" if method == "mtp" or method.endswith("_mtp") else method
     if served not in _METHODS:
         raise ValueError(f"method of {label} is {method!r}; it must be {' or '.join(_METHODS)}")
+    model = options["speculative_model"]
+    if (model is not None) != (served == "eagle3"):
+        raise ValueError(f"model of {label} is {model!r} with method {method!r}; eagle3 needs one, and no other method")
     is_synthetic = any(options[name] is not None for name in _OPTIONS.values() if name.startswith("synthetic"))
     if sampling not in (None, "synthetic" if is_synthetic else "standard"):
         raise ValueError(
