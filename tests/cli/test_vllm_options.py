@@ -100,7 +100,7 @@ REFUSED = {
     "--kv-transfer-config {}": "--kv-transfer-config is '{}', which is not supported: use --role and",
     "--enable-lora": "--enable-lora is not supported: adapters are not served",
     "--enable_log_requests": "--enable-log-requests is not supported: prompts and answers are never logged",
-    '--speculative-config {"method":"dspark"}': "method of --speculative-config is 'dspark'; it must be ngram or mtp or",
+    '--speculative-config {"method":"dspark"}': "method of --speculative-config is 'dspark'; it must be ngram or mtp",
     '--speculative-config {"method":"eagle3"}': "model of --speculative-config is None with method 'eagle3'; eagle3",
     '--speculative-config {"method":"mtp","model":"x"}': "model of --speculative-config is 'x' with method 'mtp'",
     '--speculative-config {"method":"mtp","rejection_sample_method":"block"}': "must be standard, or synthetic with",

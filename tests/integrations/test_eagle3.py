@@ -214,3 +214,24 @@ def test_rows_of_a_head_move_between_jobs(tmp_path: Path) -> None:
     assert len(decoded.drafts) >= 6
     for known, drafts in decoded.drafts:
         assert drafts == head.drafts(known, len(drafts)), len(known)
+
+
+def serve_dummy(model: Path, head: Path) -> tuple[list[list[int]], int]:
+    """On one rank: answers of random weights, and how many drafts were tried."""
+    options = EngineOptions(load_format="dummy", speculative_method="eagle3", speculative_model=str(head))
+    engine = load_engine_on_rank(model, dcp_config(2, 2, 1, block_size=4), options, seq_lens=[40] * 2)
+    engine.speculation.drafter.drafts_always = True
+    requests = serve(engine, PROMPTS[:2], 6, ignore_eos=True)
+    return [request.token_ids for request in requests], engine.stats.num_draft_tokens
+
+
+def test_a_config_alone_drafts(tmp_path: Path) -> None:
+    base = base_model()
+    base.save_pretrained(tmp_path / "model")
+    fields = {"draft_vocab_size": DRAFT_VOCAB, "fc_norm": True, IDS_NAME: [2, 3, 4]}
+    head = PlainEagle3(base, (2, 3, 4), **fields).save(tmp_path / "head")
+    for directory in (tmp_path / "model", head):
+        (directory / "model.safetensors").unlink()
+    first, second = run_ranks(2, serve_dummy, tmp_path / "model", head)
+    assert first == second
+    assert first[1] > 0

@@ -9,9 +9,13 @@ import torch
 
 from dcpmla.__main__ import main
 from dcpmla.integrations.engine_options import EngineOptions
+from dcpmla.runtime.drafts import Drafter
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.simulated import SimulatedDrafter, rates_of_length, rates_of_share
 from dcpmla.runtime.speculation import Speculation
+from dcpmla.serving.loop import _totals
+from dcpmla.serving.messages import Report
+from dcpmla.serving.metrics import Metrics
 from tests.runtime.test_drafts import make_engine
 from tests.support.hash_model import VOCAB_SIZE, HashDrafter
 from tests.support.models import save_tiny
@@ -82,3 +86,17 @@ def test_results_say_that_acceptance_was_simulated(
     assert written["synthetic_acceptance_rates"] == [1.0, 1.0]
     assert written["num_accepted_tokens"] == written["num_draft_tokens"] > 0
     assert "accepted by random numbers" in capsys.readouterr().out
+
+
+def test_metrics_say_it_too() -> None:
+    """By position, and nothing where the model decides."""
+    for rates in ((), (1.0, 0.25)):
+        drafter: Drafter = HashDrafter(2, share=0.5)
+        if rates:
+            drafter = SimulatedDrafter(drafter, rates, VOCAB_SIZE, torch.device("cpu"))
+        metrics, totals = Metrics(), _totals(make_engine(num_blocks=90, drafter=drafter))
+        for _ in range(2):
+            metrics.state(Report([], 0, 0, 0, 0.0, totals))
+        samples = [sample for each in metrics.registry.collect() for sample in each.samples]
+        found = [sample.value for sample in samples if sample.name == "dcpmla_synthetic_acceptance_rate"]
+        assert tuple(found) == rates
