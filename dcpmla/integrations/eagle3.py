@@ -124,7 +124,7 @@ class Eagle3Files:
         attention = family_of(config).attention(config)
         if LatentSpec not in map(type, attention.layers):
             raise ValueError(
-                f"{LABEL}: the layers of {config.model_type} are not MLA, and a head of MLA needs their cache; "
+                f"{LABEL}: {config.model_type} has no layers of plain MLA, whose cache a head of MLA needs; "
                 "leave it out"
             )
         self.layer_ids(config.num_hidden_layers)

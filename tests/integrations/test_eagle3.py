@@ -155,7 +155,7 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     files, config = open_eagle3(str(head)), load_config(tmp_path / "model")
     with pytest.raises(ValueError, match=r"^speculative_model .* tensor_parallel_size .* 3.* 8 attention heads"):
         files.check(config, dcp_config(3, 3, 1, block_size=4))
-    with pytest.raises(ValueError, match=r"the layers of deepseek_v4 are not MLA, and a head of MLA needs their cache"):
+    with pytest.raises(ValueError, match=r"deepseek_v4 has no layers of plain MLA, whose cache a head of MLA needs"):
         files.check(tiny_config("deepseek_v4"), dcp_config(1, 1, 1, block_size=4))
     (found,) = run_ranks(1, messages, tmp_path / "model", head, [fields for fields, _ in REFUSED])
     assert len(found) == len(REFUSED)

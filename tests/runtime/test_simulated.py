@@ -77,11 +77,9 @@ def test_results_say_that_acceptance_was_simulated(
 ) -> None:
     save_tiny("deepseek_v3", tmp_path / "model")
     out = tmp_path / "out.json"
-    drafts = {"method": "ngram", "num_speculative_tokens": 2, "synthetic_acceptance_length": 3.0}
-    drafts |= {"rejection_sample_method": "synthetic"}
-    command = ["generate", "--model", str(tmp_path / "model"), "--prompt-ids", "5,9,2,7", "--max-new-tokens", "40"]
-    command += ["--json", str(out), "--speculative-config"]
-    assert main([*command, json.dumps(drafts)]) in (0, None)
+    command = f"generate --model {tmp_path / 'model'} --prompt-ids 5,9,2,7 --max-new-tokens 40 --json {out}"
+    drafts = "--speculative-method ngram --num-speculative-tokens 2 --synthetic-acceptance-length 3"
+    assert main([*command.split(), *drafts.split()]) in (0, None)
     written = json.loads(out.read_text())
     assert written["synthetic_acceptance_rates"] == [1.0, 1.0]
     assert written["num_accepted_tokens"] == written["num_draft_tokens"] > 0
