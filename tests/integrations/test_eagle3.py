@@ -19,7 +19,7 @@ from tests.integrations.test_handoffs import draw_prompts
 from tests.planning.test_plan_truth import check as check_bytes
 from tests.support.combinations import Row, by_ranks
 from tests.support.layouts import dcp_config
-from tests.support.models import FAMILIES, tiny_config
+from tests.support.models import FAMILIES, save_tiny, tiny_config
 from tests.support.oracle import Oracle
 from tests.support.plain_eagle3 import DRAFT_VOCAB, PlainEagle3, base_model
 from tests.support.ranks import run_ranks
@@ -162,6 +162,14 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     for text, (_, message) in zip(found, REFUSED, strict=True):
         assert re.search(message, text), (message, text)
         assert "speculative_model (--speculative-model)" in text
+
+
+@pytest.mark.skipif("hy_v4" not in FAMILIES, reason="needs a transformers with HY V4")
+def test_models_of_several_residuals_are_refused(tmp_path: Path) -> None:
+    save_tiny("hy_v4", tmp_path / "model")
+    head = PlainEagle3(base_model(), (2, 1), **IDS).save(tmp_path / "head")
+    ((message,),) = run_ranks(1, messages, tmp_path / "model", head, [{}])
+    assert "this model's layers have several residuals; a head takes models with one" in message
 
 
 def test_options_of_a_head_belong_together() -> None:
