@@ -57,8 +57,7 @@ class MLAConfig:
         rms_norm_eps: Epsilon of the norms of both latents (q_c, kv_c); other norms have their own.
         rope_interleaved: Whether to rotate pairs (2i, 2i+1) (GPT-J, DeepSeek) instead of halves (i, i + R/2) (NeoX).
         use_rope: False for a layer without positions (NoPE), which leaves q_pe and k_pe as they are projected.
-        projects_pe: False for a layer that projects no q_pe and k_pe (NoPE in Mistral Large 4): both are zeros, so that
-            all layers of a model have rows of one width.
+        projects_pe: False for a layer without q_pe and k_pe (NoPE in Mistral Large 4): both are zeros in cached rows.
         attention_bias: Whether q_a, kv_a and o projections have a bias.
         kv_lora_scale: Factor of kv_c after its norm; 1 except in LongCat.
         llama_4_scaling: (beta, original_max_position): queries at position p are multiplied by
@@ -67,12 +66,12 @@ class MLAConfig:
             scale * ln(p + 1) + bias, two numbers learned for each head (Mistral Large 4).
         indexer: Indexer of sparse MLA; None for dense MLA.
         has_sinks: Whether each head has a learned sink (`dcpmla.attention.output.sinks`).
-        window: Number of tokens that a token attends to, the last ones up to itself; None for all. A layer has a window
-            or an indexer, not both.
+        window: Number of tokens that a token attends to, the last ones, in a layer without an indexer; None for all.
         norms_k_pe: Whether k_pe is normalized before RoPE, as kv_c is (dots3).
         num_gates: Number of gates that hidden states give for a head's output: none, one, or one for each column.
         query_gates: Whether the query projection also makes a gate's logit for each column of the output (A.X-K2). Its
             input then has 2 Lq columns: the query latent after its norm, beside the query latent before the norm.
+        input_parts: Number of hidden states, side by side, that a token's input consists of: 2 in EAGLE3 heads.
     """
 
     hidden_size: Size
@@ -97,6 +96,7 @@ class MLAConfig:
     norms_k_pe: Flag = False
     num_gates: Annotated[int, whole(0)] = 0
     query_gates: Flag = False
+    input_parts: Size = 1
 
     def __post_init__(self) -> None:
         check_fields(rules_of(MLAConfig), vars(self))

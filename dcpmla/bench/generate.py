@@ -9,14 +9,15 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from dcpmla.bench.forced import ForcedDrafter
 from dcpmla.bench.options import listed, single
 from dcpmla.bench.results import Row, dtype_name
 from dcpmla.bench.runner import Benchmark
 from dcpmla.bench.step_times import decode_steps, is_quantized, mixed_times, modelled_times, size_of, step_times
 from dcpmla.bench.timing import largest
 from dcpmla.cache.formats import format_name
+from dcpmla.cli.field_options import list_reader
 from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, positive, positive_list, seed, share_list
+from dcpmla.fields import number
 from dcpmla.integrations.families.table import attention_of
 from dcpmla.integrations.open_model import check_layout, open_model
 from dcpmla.integrations.sharded_model import ShardedModel
@@ -24,8 +25,10 @@ from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import Job
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
 from dcpmla.runtime.drafts import Drafter
+from dcpmla.runtime.simulated import SimulatedDrafter, rates_of_length, rates_of_share
 from dcpmla.runtime.speculation import Speculation
 
+_lengths = list_reader(number(1), float)
 _NUM_DECODES = 32  # decodes of a step with a piece of a prompt
 _OPTIONS = (
     *("decode_query_dtype", "index_cache_dtype", "index_hadamard", "dcp_q_replicate", "dcp_project_before_merge"),
@@ -33,7 +36,8 @@ _OPTIONS = (
 )
 _STEP_TOKENS = "tokens of steps with a piece of a prompt, alone and with 32 decodes, timed as well"
 _CONTEXT = "cached tokens of requests whose step is timed on the device alone, without a prefill before it"
-_ACCEPTANCE = "forced on the drafts of --speculative-method, one after the other"
+_ACCEPTANCE = "probability that random numbers accept a draft of --speculative-method, if those before it are"
+_LENGTH = "tokens of a step with drafts on average, which random numbers accept (--synthetic-acceptance-length)"
 
 
 class Batch(NamedTuple):
@@ -41,7 +45,8 @@ class Batch(NamedTuple):
 
     Attributes:
         mode: Either "graph" or "eager".
-        acceptance: Rate of accepted drafts, None without drafts.
+        acceptance: Rate of accepted drafts after accepted ones; None without.
+        acceptance_length: Tokens of a step with drafts on average; None without.
         is_adaptive: Whether it drafts where that pays, not in every step.
         tokens: Number of tokens of a step with a piece of a prompt, the decodes' among them; 0 for decodes alone.
         context: Number of cached tokens of each request, without a prefill before the step; 0 for a prefill of
@@ -51,9 +56,15 @@ class Batch(NamedTuple):
     batch: int
     mode: str
     acceptance: float | None = None
+    acceptance_length: float | None = None
     is_adaptive: bool = False
     tokens: int = 0
     context: int = 0
+
+    @property
+    def has_drafts(self) -> bool:
+        """Return whether its requests draft."""
+        return self.acceptance is not None or self.acceptance_length is not None
 
 
 class Generate(Benchmark[Batch, None]):
@@ -61,7 +72,7 @@ class Generate(Benchmark[Batch, None]):
 
     ranks_of = "tp"
     has_engine = True
-    series = ("mode", "acceptance", "is_adaptive")
+    series = ("mode", "acceptance", "acceptance_length", "is_adaptive")
     options = {
         "batch": "1,2,4,8,16,32,64,128",
         "input_len": single(positive, 512, "N", "tokens of a prompt"),
@@ -70,6 +81,7 @@ class Generate(Benchmark[Batch, None]):
         "step_tokens": listed(positive_list, _STEP_TOKENS) | {"default": []},
         "context": listed(positive_list, _CONTEXT) | {"default": []},
         "acceptance": listed(share_list, _ACCEPTANCE) | {"default": "0,0.5,0.8,1"},
+        "acceptance_length": listed(_lengths, _LENGTH) | {"default": []},
     }
 
     def __init__(self, args: argparse.Namespace, job: Job) -> None:
@@ -119,6 +131,11 @@ class Generate(Benchmark[Batch, None]):
             raise ValueError(
                 f"--context has {context}; --max-model-len, by default the model's, allows {files.max_model_len}"
             )
+        if args.synthetic_acceptance_length is not None or args.synthetic_acceptance_rates:
+            raise ValueError("--synthetic-acceptance-* are a server's; give --acceptance or --acceptance-length")
+        if (length := max(args.acceptance_length, default=1)) > 1 + args.num_speculative_tokens:
+            most = 1 + args.num_speculative_tokens
+            raise ValueError(f"--acceptance-length has {length:g}; --num-speculative-tokens allows at most {most}")
         limit = min(args.max_num_seqs, args.max_num_batched_tokens)
         if max(args.batch) > limit:
             options = "--max-num-seqs and --max-num-batched-tokens"
@@ -133,7 +150,9 @@ class Generate(Benchmark[Batch, None]):
             yield from (Batch(size, mode) for mode in modes)
             if drafter.num_speculative_tokens and size * (1 + drafter.num_speculative_tokens) <= MAX_DRAFT_ROWS:
                 for acceptance, is_adaptive in product(args.acceptance, (False, True)):
-                    yield Batch(size, modes[0], acceptance, is_adaptive)
+                    yield Batch(size, modes[0], acceptance, None, is_adaptive)
+                for length, is_adaptive in product(args.acceptance_length, (False, True)):
+                    yield Batch(size, modes[0], None, length, is_adaptive)
         for tokens in args.step_tokens:
             sizes = (0, _NUM_DECODES) if tokens > _NUM_DECODES < args.max_num_seqs else (0,)
             yield from (Batch(size, mode, tokens=tokens) for size, mode in product(sizes, modes))
@@ -160,16 +179,16 @@ class Generate(Benchmark[Batch, None]):
             "step_us": round(seconds * 1e6, 1),
             "tokens_per_second": round(tokens_a_step / seconds, 1),
         }
-        if case.acceptance is not None:
+        if case.has_drafts:
             drafts = {name: getattr(args, name) for name in ("speculative_method", "num_speculative_tokens")}
-            row |= {**drafts, "acceptance": case.acceptance, "is_adaptive": case.is_adaptive}
+            row |= drafts | {name: value for name in self.series[1:] if (value := getattr(case, name)) is not None}
             row["tokens_a_step"] = round(tokens_a_step, 2)
             row |= self.speedup_over("no_drafts", case.batch, seconds / tokens_a_step, is_baseline=False)
         else:
             if case.mode == self.modes[0]:
                 self.speedup_over("no_drafts", case.batch, seconds / tokens_a_step, is_baseline=True)
             row |= self.speedup_over("graph", ("graph", case.batch), seconds, is_baseline=case.mode == "graph")
-        if case.acceptance is None and case.mode == "graph":
+        if not case.has_drafts and case.mode == "graph":
             row |= self._device_times(case.batch, args.input_len)
             if case.batch == max(args.batch):
                 row |= self._prefill_times()
@@ -212,12 +231,16 @@ class Generate(Benchmark[Batch, None]):
         return {f"prefill_{name}": value for name, value in times.items()}
 
     def _drafter(self, case: Batch) -> Drafter:
-        """Return the drafter of a case, with its forced acceptance."""
-        engine, drafter = self.engine, self.speculation.drafter
-        if case.acceptance is None:
+        """Return the drafter of a case, with its simulated acceptance."""
+        drafter, model = self.speculation.drafter, self.model
+        if not case.has_drafts:
             return Drafter()
-        model = engine.model
-        return ForcedDrafter(drafter, case.acceptance, model.vocab_size, model.device, not case.is_adaptive)
+        num_drafts = drafter.num_speculative_tokens
+        if case.acceptance is None:
+            rates = rates_of_length(case.acceptance_length or 1.0, num_drafts)
+        else:
+            rates = rates_of_share(case.acceptance, num_drafts)
+        return SimulatedDrafter(drafter, rates, model.vocab_size, model.device, not case.is_adaptive)
 
     def close(self) -> None:
         engine = self.engine

@@ -26,8 +26,9 @@ _NAMES = """
     dtype kv_cache_dtype decode_query_dtype index_cache_dtype num_sets
     is_chosen in_graph step_us device_us us_per_moe_layer num_kernels prefill_* median_us first_call_ms
     added_us_per_layer *_us tflops gb_per_s index_bytes index_gb_per_s bytes_read floor_share speedup_over_*
-    scaling_efficiency error lse_error different tokens_per_second acceptance is_adaptive tokens_a_step
-    engine load call tag num_turns turn_len start import_seconds start_seconds num_compiled compilations repeat
+    scaling_efficiency error lse_error different tokens_per_second acceptance acceptance_length is_adaptive
+    tokens_a_step engine load call tag num_turns turn_len start import_seconds start_seconds num_compiled compilations
+    repeat
     request_rate seconds *_per_second
     queue_seconds_* time_to_first_token_* time_per_token_* end_to_end_seconds_* inter_token_*
     kv_cache_bytes_per_rank kv_tokens_total num_fit_mean num_fit_largest max_num_running

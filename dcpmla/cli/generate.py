@@ -150,7 +150,7 @@ def _report(
     args: argparse.Namespace, files: ModelFiles, engine: Engine, requests: Sequence[Request], chosen: ChosenExchange
 ) -> None:
     """Write the files of --json and --logits; print the measurements, and the answers unless they are in a file."""
-    kv_tokens_per_rank = _kv_tokens_per_rank(engine, requests)
+    kv_tokens_per_rank, drafter = _kv_tokens_per_rank(engine, requests), engine.speculation.drafter
     if args.json:
         write_json(
             args.json,
@@ -169,6 +169,7 @@ def _report(
                 "index_cache_dtype": args.index_cache_dtype,
                 "index_hadamard": args.index_hadamard,
                 "device": engine.model.device.type,
+                **({"synthetic_acceptance_rates": rates} if (rates := drafter.synthetic_rates) else {}),
                 **asdict(engine.stats),
             },
         )
@@ -183,8 +184,9 @@ def _report(
     _print_rate("decode", stats.num_decode_tokens, stats.decode_seconds)
     if stats.num_draft_tokens:
         mean = 1 + stats.num_accepted_tokens / sum(request.acceptance.num_steps for request in requests)
+        by_numbers = " by random numbers" if drafter.synthetic_rates else ""
         print(
-            f"drafts: {stats.num_draft_tokens}, accepted {stats.num_accepted_tokens} "
+            f"drafts: {stats.num_draft_tokens}, accepted{by_numbers} {stats.num_accepted_tokens} "
             f"({stats.num_accepted_tokens / stats.num_draft_tokens:.0%}); {mean:.2f} tokens a step with drafts"
         )
     print(f"from earlier requests: {stats.num_cached_tokens} tokens; preemptions: {stats.num_preemptions}")

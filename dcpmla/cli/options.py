@@ -33,6 +33,7 @@ _ALIASES = {
     "enable_expert_parallel": "-ep",
     "gpu_memory_utilization": "--device-memory-utilization",
     "speculative_method": "--spec-method",
+    "speculative_model": "--spec-model",
     "num_speculative_tokens": "--spec-tokens",
 }
 _DTYPES = {"half": "float16", "float": "float32"}

@@ -18,10 +18,11 @@ from dcpmla.cli.plan_split import split_section
 from dcpmla.cli.plan_tiers import check_sizes, tier_section
 from dcpmla.config import DCPConfig
 from dcpmla.fields import divisors, whole
+from dcpmla.integrations.eagle3 import open_eagle3
 from dcpmla.integrations.engine_options import EngineOptions
-from dcpmla.integrations.families.table import family_of
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
+from dcpmla.integrations.speculation import check_speculation
 from dcpmla.planning.capacity import FORMATS
 from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.machine import H200X8, Machine, change_machine, read_json
@@ -40,6 +41,7 @@ _ENGINE = (
     "enable_expert_parallel",
     "expert_dtype",
     "speculative_method",
+    "speculative_model",
 )
 _MOST_TOKENS = {"max_num_batched_tokens": {"type": reader(whole(1, 1 << 24))}}
 
@@ -80,8 +82,9 @@ def run(args: argparse.Namespace) -> None:
     args.tensor_parallel_size = args.tensor_parallel_size or [machine.num_gpus]
     rows = read_rows(args.measured, "--measured", model) if args.measured else []
     predicted = [(row, predict_row(machine, model, row)) for row in rows]
-    if args.speculative_method == "mtp":
-        model = load_model_size(args.model, with_mtp=True).with_expert_dtype(args.expert_dtype)
+    drafts = EngineOptions(speculative_method=args.speculative_method, speculative_model=args.speculative_model)
+    if drafts.speculative_method in ("mtp", "eagle3"):
+        model = load_model_size(args.model, drafts).with_expert_dtype(args.expert_dtype)
     deployments = [Deployment(machine, model, setting) for setting in _settings(args, model)]
     plans = [make_plan(deployment, args.batch, args.context) for deployment in deployments]
     best, reason = recommend(machine, plans, args.batch, args.context)
@@ -117,13 +120,14 @@ def run(args: argparse.Namespace) -> None:
         print("\n".join(measured_report(args.measured, predicted)))
 
 
-def load_model_size(path: Path, with_mtp: bool = False) -> ModelSize:
+def load_model_size(path: Path, drafts: EngineOptions | None = None) -> ModelSize:
     """Return a model's sizes from its directory or config file.
 
     Args:
-        with_mtp: Whether its MTP module counts, too.
+        drafts: Options whose MTP module or EAGLE3 head counts, too.
     Raises:
-        ValueError: The path does not exist, or is no config of an MLA model, or of one without an MTP module.
+        ValueError: The path does not exist, or is no config of an MLA model, or of one without such a module, or which
+            the head does not fit.
     """
     if not os.path.exists(path):  # False, too, for a name that no file can have
         hint = "give a config.json or the directory that holds it"
@@ -132,9 +136,11 @@ def load_model_size(path: Path, with_mtp: bool = False) -> ModelSize:
 
     transformers.utils.logging.set_verbosity_error()
     config = load_config(path)
-    if with_mtp:
-        family_of(config).check_mtp(config)
-    return read_model(config, with_mtp)
+    if drafts is None:
+        return read_model(config)
+    eagle3 = None if drafts.speculative_model is None else open_eagle3(drafts.speculative_model)
+    check_speculation(config, DCPConfig(), drafts.speculative_method, eagle3)
+    return read_model(config, drafts.speculative_method == "mtp", eagle3)
 
 
 def load_machine(layers: str, model: ModelSize) -> Machine:

@@ -160,7 +160,6 @@ VLLM_OPTIONS = (
         *("--attention-config", "-ac"),
         words="use --attention-backend, --prefill-backend, --decode-query-dtype and --index-cache-dtype",
     ),
-    _refused("--spec-model", words="drafts come from the checkpoint's MTP module or from the request's own tokens"),
     # Answers
     _flags("--enable-auto-tool-choice", same=_ON, words="tool_choice auto is always served"),
     _flags("--enable-reasoning", same=_ON, words="reasoning is always parsed; --reasoning-parser names its format"),

@@ -20,7 +20,7 @@ from dcpmla.integrations.model_size import read_model
 from dcpmla.integrations.open_model import ModelFiles
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.shortened import shortened
-from dcpmla.integrations.speculation import make_drafter, mtp_graphs
+from dcpmla.integrations.speculation import draft_graphs, make_drafter
 from dcpmla.parallel.collectives import gather_values
 from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.machine import H200X8
@@ -35,7 +35,7 @@ from dcpmla.runtime.made_steps import Made
 from dcpmla.runtime.scheduler import Scheduler
 from dcpmla.runtime.warm_up import rehearse
 
-# Graphs of mixed steps, of decodes, then of an MTP module; None for steps that run without.
+# Graphs of mixed steps, of decodes, then of a module that drafts; None for steps that run without.
 Graphs = Sequence[StepGraph | None]
 
 
@@ -78,8 +78,8 @@ class EngineMaker:
         """Return the graphs over a cache, captured if they can be. Collective over the TP group."""
         is_captured, on_step = self.is_captured, self._on_step
         graphs = [maker.capture(cache, on_step) if is_captured else None for maker in self.makers]
-        mtp = zip(graphs[2:], self.makers[2:], strict=True)
-        return [*graphs[:2], *(graph or maker.make(cache) for graph, maker in mtp)]
+        of_module = zip(graphs[2:], self.makers[2:], strict=True)
+        return [*graphs[:2], *(graph or maker.make(cache) for graph, maker in of_module)]
 
     def engine(
         self,
@@ -97,9 +97,8 @@ class EngineMaker:
             load_costs: Costs of loads from host memory and from disks; empty where all loads pay.
         """
         options, files = self._options, self._files
-        drafts = options.speculative_method, options.num_speculative_tokens
-        mixed, decodes, *mtp = graphs
-        drafter = make_drafter(*drafts, self._model, cache, [graph for graph in mtp if graph is not None])
+        mixed, decodes, *of_module = graphs
+        drafter = make_drafter(options, self._model, cache, [graph for graph in of_module if graph is not None])
         # The cache has fewer states if fewer requests are known to come.
         max_num_seqs = min(options.max_num_seqs, plan.num_states or options.max_num_seqs)
         limits = options.max_num_batched_tokens, max_num_seqs, options.enable_prefix_caching
@@ -135,7 +134,7 @@ class EngineMaker:
 def _graph_makers(
     model: ShardedModel, options: EngineOptions, num_running: int, max_model_len: int, tokens_per_request: int
 ) -> Sequence[GraphMaker]:
-    """Return the makers of the model's graphs of mixed steps and of decodes, then of its MTP module's.
+    """Return the makers of the model's graphs of mixed steps and of decodes, then of its module that drafts.
 
     Args:
         num_running: Limit of requests that run at the same time.
@@ -151,9 +150,9 @@ def _graph_makers(
 
     mixed = GraphMaker("steps with prompts", new_mixed, model, *sizes, query_len - 1)
     makers = [GraphMaker.decodes("decode steps", model, model.decode, token, *sizes, query_len)]
-    if options.speculative_method == "mtp":
-        model.keep_hidden_states(max(limit, num_seqs, MAX_DRAFT_ROWS))
-        makers += mtp_graphs(options.num_speculative_tokens, model, num_seqs, max_model_len)
+    if model.drafts is not None:
+        model.drafts.keep(max(limit, num_seqs, MAX_DRAFT_ROWS))
+        makers += draft_graphs(options.num_speculative_tokens, model, num_seqs, max_model_len)
     return [mixed, *makers]
 
 

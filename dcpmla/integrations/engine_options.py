@@ -1,15 +1,15 @@
 """The options of an engine (`EngineOptions`), for `LLM`, the commands and `load_engine`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Self
 
 import torch
 
 from dcpmla.config import MODEL_DTYPES
-from dcpmla.fields import FLAG, TEXT, check_fields, number, one_of, option_label, optional, rules_of, whole
+from dcpmla.fields import FLAG, TEXT, check_fields, number, one_of, option_label, optional, rules_of, tuple_of, whole
 
-SPECULATIVE_METHODS = ("none", "ngram", "mtp")
+SPECULATIVE_METHODS = ("none", "ngram", "mtp", "eagle3")
 MAX_SPECULATIVE_TOKENS = 15  # a batch of several requests fits into `MAX_DRAFT_ROWS`
 _Count = Annotated[int, whole(1)]
 _Flag = Annotated[bool, FLAG]
@@ -45,8 +45,13 @@ class EngineOptions:
         expert_dtype: Format of experts: "auto" leaves them as stored; "fp8" re-encodes 4-bit ones (DeepSeek-V4) without
             rounding: twice the memory, and faster products.
         speculative_method: Source of drafts: "ngram" looks up the last tokens in the request's own, "mtp" runs the
-            checkpoint's MTP module.
+            checkpoint's MTP module, "eagle3" a head that was trained for the model (speculative_model).
+        speculative_model: Directory or hub id of the EAGLE3 head; None with other methods.
         num_speculative_tokens: Limit of a request's drafts in a step.
+        synthetic_acceptance_length: Tokens of a step with drafts on average, including the one after them, of which
+            random numbers accept the drafts, for measurements: in [1, 1 + num_speculative_tokens]; None to verify them.
+        synthetic_acceptance_rates: Probability of each draft that it is accepted, and all before it, in place of
+            synthetic_acceptance_length; none is above the one before.
     Raises:
         ValueError: A value is not allowed.
     """
@@ -66,9 +71,13 @@ class EngineOptions:
     load_format: Annotated[str, one_of(("auto", "dummy"))] = "auto"
     expert_dtype: Annotated[str, one_of(("auto", "fp8"))] = "auto"
     speculative_method: Annotated[str, one_of(SPECULATIVE_METHODS)] = "none"
+    speculative_model: Annotated[str | None, optional(TEXT)] = None
     num_speculative_tokens: Annotated[int, whole(1, MAX_SPECULATIVE_TOKENS)] = 3
+    synthetic_acceptance_length: Annotated[float | None, optional(number(1, 1 + MAX_SPECULATIVE_TOKENS))] = None
+    synthetic_acceptance_rates: Annotated[Sequence[float], tuple_of(number(0, 1))] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "synthetic_acceptance_rates", tuple(self.synthetic_acceptance_rates))
         values = vars(self) | {"dtype": str(self.dtype).removeprefix("torch.")}
         check_fields(rules_of(EngineOptions), values, option_label)
         if self.kv_offloading_size is not None and not self.enable_prefix_caching:
@@ -76,7 +85,27 @@ class EngineOptions:
                 "kv_offloading_size (--kv-offloading-size) keeps blocks for later requests, which "
                 "enable_prefix_caching (--enable-prefix-caching) False rules out; give one of the two"
             )
+        if (self.speculative_model is not None) != (self.speculative_method == "eagle3"):
+            raise ValueError(
+                f"speculative_model (--speculative-model) is {self.speculative_model!r} with speculative_method "
+                f"(--speculative-method) {self.speculative_method!r}; give a head with eagle3, and with it alone"
+            )
+        self._check_rates()
         self._check_disk()
+
+    def _check_rates(self) -> None:
+        """Raise ValueError for a simulated acceptance that these drafts cannot have."""
+        length, rates, most = self.synthetic_acceptance_length, self.synthetic_acceptance_rates, self.max_query_len
+        if length is not None and (rates or not 1 < most >= length):
+            raise ValueError(
+                f"synthetic_acceptance_length (--synthetic-acceptance-length) is {length}, with "
+                f"synthetic_acceptance_rates {rates}; it must be in [1, {most}], with drafts and without rates"
+            )
+        if rates and (len(rates) != most - 1 or list(rates) != sorted(rates, reverse=True)):
+            raise ValueError(
+                f"synthetic_acceptance_rates (--synthetic-acceptance-rates) is {rates}; it must have a rate for each "
+                f"of {most - 1} drafts, none above the one before"
+            )
 
     def _check_disk(self) -> None:
         """Raise ValueError unless all options of the disk are given, or none."""

@@ -16,6 +16,7 @@ from dcpmla.cache.tier import HostTier
 from dcpmla.comm.select import ChosenExchange
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.decode_graphs import GraphMaker
+from dcpmla.integrations.eagle3 import LABEL, Eagle3Files, open_eagle3
 from dcpmla.integrations.engine_maker import EngineMaker
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.families.table import attention_of
@@ -68,10 +69,10 @@ def load_engine(
     options = options or EngineOptions()
     if device.type == "cuda":
         compilations.end_watch()
-    files, dcp = _open(model, dcp, device, options)
+    files, dcp, eagle3 = _open(model, dcp, device, options)
     with agree():
-        has_mtp = options.speculative_method == "mtp"
-        formats = options.enable_expert_parallel, options.load_format, options.expert_dtype, has_mtp
+        drafts = options.speculative_method == "mtp", eagle3
+        formats = options.enable_expert_parallel, options.load_format, options.expert_dtype, *drafts
         placed = dcp, mesh, chosen, options.torch_dtype, device
         sharded = load_model(files.directory, files.config, *placed, *formats)
         num_running = min(options.max_num_seqs, len(seq_lens)) if seq_lens else options.max_num_seqs
@@ -110,9 +111,9 @@ def load_engine(
 
 def _open(
     model: str | ModelFiles, dcp: DCPConfig, device: torch.device, options: EngineOptions
-) -> tuple[ModelFiles, DCPConfig]:
-    """Open a model; return its files, and the layout with a workspace for the model's contexts. Collective over the
-    job.
+) -> tuple[ModelFiles, DCPConfig, Eagle3Files | None]:
+    """Open a model; return its files, the layout with a workspace for the model's contexts, and the EAGLE3 head, if one
+    drafts. Collective over the job.
 
     Raises:
         ValueError: The model does not support the layout or an option, or ranks have other files.
@@ -121,12 +122,14 @@ def _open(
         files = model if isinstance(model, ModelFiles) else open_model(model)
         check_layout(files, dcp)
         check_backends(dcp, device)
-        check_speculation(files.config, dcp, options.speculative_method)
+        eagle3 = None if options.speculative_model is None else open_eagle3(options.speculative_model)
+        check_speculation(files.config, dcp, options.speculative_method, eagle3)
         check_scales(dcp, options)
-    check_equal_arguments({f"{name} of the model's directory": digest for name, digest in files.digests.items()})
+    digests = {f"{name} of the model's directory": digest for name, digest in files.digests.items()}
+    check_equal_arguments(digests | ({} if eagle3 is None else {f"config.json of {LABEL}": eagle3.digest}))
     alignment = attention_of(files.config).chunk_alignment(dcp)
     workspace = max_chunk_tokens(files.max_model_len, options.max_num_seqs, alignment)
-    return files, replace(dcp, context_workspace_tokens=workspace)
+    return files, replace(dcp, context_workspace_tokens=workspace), eagle3
 
 
 def _plan_cache(

@@ -2,6 +2,7 @@
 how the runtime cuts its parameters and which stay quantized.
 """
 
+import copy
 import re
 from collections import Counter
 from dataclasses import replace
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dcpmla.hf_quantization import expert_codes, has_mxfp8, packed_codes, scale_block
+from dcpmla.integrations.eagle3 import Eagle3Files
 from dcpmla.integrations.families.routing import num_routed_experts
 from dcpmla.integrations.families.table import family_of
 from dcpmla.integrations.parts import Shapes
@@ -40,11 +42,12 @@ _PRODUCTS = (
 _STREAM_NORMS = (".input_layernorm.weight", ".post_attention_layernorm.weight", "model.norm.weight")
 
 
-def read_model(config: Any, with_mtp: bool = False) -> ModelSize:
+def read_model(config: Any, with_mtp: bool = False, eagle3: Eagle3Files | None = None) -> ModelSize:
     """Return the sizes of a transformers config's model, in bfloat16 if it names no dtype; nothing is allocated.
 
     Args:
         with_mtp: Whether the MTP module counts, too (`Family.check_mtp`).
+        eagle3: EAGLE3 head that counts, too; None without.
     Raises:
         ValueError: The architecture is unknown, or transformers cannot build a model from the config.
     """
@@ -57,12 +60,15 @@ def read_model(config: Any, with_mtp: bool = False) -> ModelSize:
     except Exception as error:  # transformers raises many kinds
         raise ValueError(f"model (--model): transformers builds no model of this config: {error}") from error
     mtp_shapes = family.mtp_shapes(config, block, published_shapes(model)) if with_mtp else {}
+    parameters = _group(model, config) + _around_mtp_block(mtp_shapes, config)
+    if eagle3 is not None:
+        attention, parameters = eagle3.attention(attention), parameters + _of_head(eagle3, config)
     return ModelSize(
         attention=attention,
         max_position_embeddings=config.max_position_embeddings,
         num_routed=num_routed_experts(config) + (getattr(config, "zero_expert_num", 0) or 0),  # LongCat's zero experts
         experts_per_token=getattr(config, "num_experts_per_tok", 0) or 0,
-        parameters=_group(model, config) + _around_mtp_block(mtp_shapes, config),
+        parameters=parameters,
     )
 
 
@@ -88,6 +94,16 @@ def _group(model: nn.Module, config: Any) -> tuple[Parameter, ...]:
         shape = (config.vocab_size, config.hidden_size)
         groups[Parameter("lm_head.weight", shape, 1, "column", itemsize)] += 1
     return tuple(replace(group, count=count) for group, count in groups.items())
+
+
+def _of_head(eagle3: Eagle3Files, config: Any) -> tuple[Parameter, ...]:
+    """Return the parameters of an EAGLE3 head, held in the dtype of a model's config."""
+    skeleton = eagle3.skeleton(len(eagle3.layer_ids(config.num_hidden_layers)))
+    for name in eagle3.shared:
+        skeleton.get_submodule(name.removesuffix(".weight")).weight = None
+    of_head = copy.copy(eagle3.config)
+    of_head.dtype = config.dtype
+    return tuple(replace(each, name=f"eagle3.{each.name}") for each in _group(skeleton, of_head))
 
 
 def _around_mtp_block(shapes: Shapes, config: Any) -> tuple[Parameter, ...]:

@@ -1,7 +1,6 @@
 """A model under TP x DCP as the engine runs it."""
 
-import functools
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,14 +11,13 @@ from dcpmla.attention.stack import Stack
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.layers import Cache
 from dcpmla.comm.reduce import Reduce
+from dcpmla.integrations.draft_model import DraftModel
 from dcpmla.model.block import Decoder, VocabHead
-from dcpmla.model.mtp import MtpLayer
-from dcpmla.model.stream_decoder import StreamDecoder, StreamMtpLayer
+from dcpmla.model.stream_decoder import StreamDecoder
 from dcpmla.model.sum_decoder import SumDecoder
 from dcpmla.parallel.by_rows import by_rows
 
 DecoderModule = Decoder | StreamDecoder | SumDecoder  # all layers of a model but its head
-MtpModule = MtpLayer | StreamMtpLayer
 
 
 class ShardedModel:
@@ -31,10 +29,10 @@ class ShardedModel:
         rotary: Rotary embedding of transformers.
         placement: Placement of the layers.
         reduce: Sums over the TP ranks.
-        mtp: MTP module; None for a model that does not draft with it.
     Attributes:
         attention: Attention of all layers.
-        hidden_rows: [N, width] hidden states of the last step, kept for the MTP module; empty without one.
+        angles: Function of positions [T] and a type of rotary embedding (`cos_sin`).
+        drafts: Trained module that drafts, over hidden states of the model; None without.
         placement: Placement of the layers.
         eos_token_ids, vocab_size, dtype, device: Values of the model.
     """
@@ -48,12 +46,11 @@ class ShardedModel:
         placement: Placement,
         reduce: Reduce,
         eos_token_ids: frozenset[int],
-        mtp: MtpModule | None = None,
     ) -> None:
-        self._mtp = mtp
+        self.drafts: DraftModel | None = None
         self.placement, self.dtype, self.device = placement, placement.dtype, torch.device(placement.device)
-        self.hidden_rows = torch.empty(0, device=self.device)
         self.hidden_states, self.head, self._rotary = hidden_states, head, rotary
+        self.angles = partial(cos_sin, rotary, attention.config.rope_dim // 2, placement)
         self._exchanges = placement.exchange, reduce
         self.attention, self.eos_token_ids, self.vocab_size = attention, eos_token_ids, head.vocab_size
 
@@ -68,9 +65,7 @@ class ShardedModel:
             Hidden states [T, width] for `logits`.
         """
         prepared = None if metadata is None else self.prepare(metadata)
-        hidden_states = self.hidden_states(token_ids, prepared, cache)
-        if self._mtp is not None:
-            self.hidden_rows[: len(hidden_states)].copy_(hidden_states)
+        hidden_states: Tensor = self.hidden_states(token_ids, prepared, cache)
         return hidden_states
 
     @torch.inference_mode()
@@ -91,50 +86,10 @@ class ShardedModel:
         """
         return self.logits(self.hidden(token_ids, metadata, cache))
 
-    def keep_hidden_states(self, num_tokens: int) -> None:
-        """Keep the hidden states of steps of at most num_tokens tokens for the MTP module."""
-        assert self._mtp is not None
-        self.hidden_rows = torch.zeros(num_tokens, self._mtp.width, dtype=self.dtype, device=self.device)
-
-    def join(self, token_ids: Tensor, hidden_states: Tensor) -> Tensor:
-        """Return rows for `predict`: embeddings of tokens [T], then hidden states [T, width] of the positions before
-        them.
-        """
-        assert self._mtp is not None
-        return torch.cat([nn.functional.embedding(token_ids, self._mtp.embedding), hidden_states], -1)
-
-    @torch.inference_mode()
-    def predict(self, rows: Tensor, metadata: StepMetadata, cache: Cache) -> Tensor:
-        """Run the MTP module over rows of `join`: return its hidden states [T, width]. Collective over the TP group."""
-        assert self._mtp is not None
-        return self._mtp(rows, cache, self.prepare(metadata, (self.attention.num_layers - 1,)))
-
-    @torch.inference_mode()
-    def draft(self, hidden_states: Tensor, metadata: StepMetadata, cache: Cache) -> Tensor:
-        """Draft tokens one by one, for a `StepGraph`: each request's first from a hidden state of the MTP module,
-        each other from the module's output for the previous draft. Collective over the TP group.
-
-        Args:
-            hidden_states: [n k, width], k rows per request; the first is the module's at the last token that it has
-                computed, the others are ignored.
-            metadata: Step of n requests with k tokens each, that last one and k - 1 drafts.
-        Returns:
-            [n k] int64, request after request.
-        """
-        assert metadata.decode is not None
-        assert self._mtp is not None
-        num_drafts = metadata.decode.max_query_len
-        hidden_states = hidden_states[::num_drafts].clone(memory_format=torch.contiguous_format)
-        drafts = [self.head.best(self._mtp.collapse(hidden_states))]
-        for index in range(1, num_drafts):
-            rows = self.join(drafts[-1], hidden_states)
-            hidden_states = self.predict(rows, metadata.nth_token(index), cache)
-            drafts.append(self.head.best(self._mtp.collapse(hidden_states)))
-        return torch.stack(drafts, 1).flatten()
-
     def modules(self) -> list[nn.Module]:
         """Return the modules that have the model's weights."""
-        return [part for part in vars(self).values() if isinstance(part, nn.Module)]
+        own = [part for part in vars(self).values() if isinstance(part, nn.Module)]
+        return own if self.drafts is None else [*own, self.drafts.module]
 
     def check(self) -> None:
         """Raise the faults of exchanges in steps whose results are on the host (`Exchange.check`)."""
@@ -160,31 +115,32 @@ class ShardedModel:
         token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
         shared = self.attention.touch_peak_memory(num_tokens, self.device)
         self.logits(self.hidden(token_ids, None, None)[:num_logits])
-        if self._mtp is not None:
-            self._mtp(self.join(token_ids, self.hidden_rows[:num_tokens]), None, None)
+        if self.drafts is not None:
+            self.drafts.profile(num_tokens)
         del shared  # a step holds it during the whole pass
 
-    def prepare(self, metadata: StepMetadata, layers: Sequence[int] | None = None) -> StepMetadata:
-        """Return a step with what its layers share; layers None for all."""
-        return self.attention.prepare(metadata, self._cos_sin, self.dtype, layers)
+    def prepare(self, metadata: StepMetadata) -> StepMetadata:
+        """Return a step with what its layers share."""
+        return self.attention.prepare(metadata, self.angles, self.dtype)
 
-    def _cos_sin(self, positions: Tensor, layer_type: str) -> Tensor:
-        """Return the angles [T, R] float32 of `apply_rope` at positions [T], by the model's own rotary embedding (YaRN
-        and all other kinds).
 
-        Args:
-            layer_type: Type of rotary embedding, in a model with several.
-        """
-        angles = functools.partial(self._angles, layer_type=layer_type)
-        rows: Tensor = by_rows(angles, positions) if self.placement.dcp.deterministic else angles(positions)
-        return rows
+def cos_sin(rotary: Any, num_pairs: int, placement: Placement, positions: Tensor, layer_type: str) -> Tensor:
+    """Return the angles [T, R] float32 of `apply_rope` at positions [T], by a model's own rotary embedding (YaRN and
+    all other kinds).
 
-    def _angles(self, positions: Tensor, layer_type: str) -> Tensor:
-        x = torch.empty(0, dtype=torch.float32, device=self.device)
-        types = {"layer_type": layer_type} if hasattr(self._rotary, "layer_types") else {}
-        rotary: Any = self._rotary(x, positions[None], **types)
-        if isinstance(rotary, Tensor):  # DeepSeek-V2 rotates complex numbers
-            return torch.cat([rotary[0].real, rotary[0].imag], -1)
+    Args:
+        rotary: Rotary embedding of transformers.
+        num_pairs: Half of R.
+        layer_type: Type of rotary embedding, in a model with several.
+    """
+
+    def angles(positions: Tensor) -> Tensor:
+        x = torch.empty(0, dtype=torch.float32, device=positions.device)
+        types = {"layer_type": layer_type} if hasattr(rotary, "layer_types") else {}
+        parts: Any = rotary(x, positions[None], **types)
+        if isinstance(parts, Tensor):  # DeepSeek-V2 rotates complex numbers
+            return torch.cat([parts[0].real, parts[0].imag], -1)
         # Each angle once: most models repeat them for the second half.
-        half = self.attention.config.rope_dim // 2
-        return torch.cat([part[0, :, :half] for part in rotary], -1)
+        return torch.cat([part[0, :, :num_pairs] for part in parts], -1)
+
+    return by_rows(angles, positions) if placement.dcp.deterministic else angles(positions)

@@ -8,52 +8,67 @@ import torch
 from dcpmla.cache.layers import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.decode_graphs import GraphMaker
+from dcpmla.integrations.eagle3 import Eagle3Files
+from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.families.table import family_of
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
 from dcpmla.runtime.drafts import Drafter
 from dcpmla.runtime.graph import StepGraph
-from dcpmla.runtime.mtp import MtpDrafter
+from dcpmla.runtime.modules import ModuleDrafter
 from dcpmla.runtime.ngram import NgramDrafter
+from dcpmla.runtime.simulated import SimulatedDrafter, rates_of_length
 
 
-def check_speculation(config: Any, dcp: DCPConfig, method: str) -> None:
-    """Raise ValueError, before any weight is read, for a method that a model does not have."""
-    if method == "mtp":
-        family_of(config).check_mtp(config)
-        if dcp.calculate_kv_scales:
-            raise ValueError(
-                "speculative_method (--speculative-method) is 'mtp', whose layer takes no scales from the first "
-                "prompts; leave --calculate-kv-scales out, or take ngram"
-            )
-
-
-def make_drafter(
-    method: str, num_speculative_tokens: int, model: ShardedModel, cache: Cache, graphs: Sequence[StepGraph]
-) -> Drafter:
-    """Return the drafter of a method.
+def check_speculation(config: Any, dcp: DCPConfig, method: str, eagle3: Eagle3Files | None = None) -> None:
+    """Raise ValueError, before any weight is read, for a method that a model does not have.
 
     Args:
-        graphs: Graphs from `mtp_graphs`, made or captured over the cache.
+        eagle3: Head of the method eagle3.
     """
+    if method == "mtp":
+        family_of(config).check_mtp(config)
+    if eagle3 is not None:
+        eagle3.check(config, dcp)
+    if method in ("mtp", "eagle3") and dcp.calculate_kv_scales:
+        raise ValueError(
+            f"speculative_method (--speculative-method) is {method!r}, whose layer takes no scales from the first "
+            "prompts; leave --calculate-kv-scales out, or take ngram"
+        )
+
+
+def make_drafter(options: EngineOptions, model: ShardedModel, cache: Cache, graphs: Sequence[StepGraph]) -> Drafter:
+    """Return the drafter of a method, its drafts accepted by random numbers if the options ask for that.
+
+    Args:
+        graphs: Graphs from `draft_graphs`, made or captured over the cache.
+    """
+    method, num_drafts = options.speculative_method, options.num_speculative_tokens
     if method == "none":
         return Drafter()
-    if method == "ngram":
-        return NgramDrafter(num_speculative_tokens, model.device)
-    return MtpDrafter(num_speculative_tokens, model, cache, model.placement.mesh, *graphs)
+    drafter: Drafter
+    if model.drafts is None:
+        drafter = NgramDrafter(num_drafts, model.device)
+    else:
+        drafter = ModuleDrafter(num_drafts, model.drafts, cache, model.placement.mesh, *graphs)
+    length, rates = options.synthetic_acceptance_length, options.synthetic_acceptance_rates
+    rates = rates if length is None else rates_of_length(length, num_drafts)
+    return SimulatedDrafter(drafter, rates, model.vocab_size, model.device) if rates else drafter
 
 
-def mtp_graphs(num_speculative_tokens: int, model: ShardedModel, max_num_seqs: int, longest: int) -> list[GraphMaker]:
-    """Return the makers of the MTP module's graphs: of its steps over tokens, and over its own drafts.
+def draft_graphs(num_speculative_tokens: int, model: ShardedModel, max_num_seqs: int, longest: int) -> list[GraphMaker]:
+    """Return the makers of a trained module's graphs: of its steps over tokens, and over its own drafts.
 
     Args:
         longest: Tokens of the longest sequence.
     """
     num_reqs = min(max_num_seqs, MAX_DRAFT_ROWS // (1 + num_speculative_tokens))
-    hidden_state = torch.zeros_like(model.hidden_rows[0])
-    row = model.join(torch.zeros(1, dtype=torch.int64, device=model.device), hidden_state[None])[0]
+    drafts = model.drafts
+    assert drafts is not None
+    row = drafts.rows(torch.zeros(1, dtype=torch.int64, device=model.device))[0]
+    hidden_state = torch.zeros_like(drafts.module.project(drafts.hidden_rows[:1])[0])
     sizes = longest, num_reqs
     return [
-        GraphMaker.decodes("drafts", model, model.predict, torch.zeros_like(row), *sizes, 1 + num_speculative_tokens),
-        GraphMaker.decodes("drafts", model, model.draft, hidden_state, *sizes, num_speculative_tokens),
+        GraphMaker.decodes("drafts", model, drafts.predict, torch.zeros_like(row), *sizes, 1 + num_speculative_tokens),
+        GraphMaker.decodes("drafts", model, drafts.draft, hidden_state, *sizes, num_speculative_tokens),
     ]

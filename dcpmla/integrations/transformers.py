@@ -19,7 +19,10 @@ from dcpmla.config import DCPConfig
 from dcpmla.hf_quantization import scale_block
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.config_checks import check_generation_config
+from dcpmla.integrations.draft_model import DraftModel
 from dcpmla.integrations.dummy import dummy_weights
+from dcpmla.integrations.eagle3 import Eagle3Files
+from dcpmla.integrations.eagle3_loading import load_eagle3
 from dcpmla.integrations.families.table import family_of
 from dcpmla.integrations.parts import Parts
 from dcpmla.integrations.sharded_model import ShardedModel
@@ -46,6 +49,7 @@ def load_model(
     load_format: str = "auto",
     expert_dtype: str = "auto",
     with_mtp: bool = False,
+    eagle3: Eagle3Files | None = None,
 ) -> ShardedModel:
     """Load a checkpoint, every rank its own part. Collective over the job, whose ranks must be the TP group.
 
@@ -56,6 +60,7 @@ def load_model(
         load_format: Source of weights: "auto" reads the checkpoint, "dummy" needs none and draws random ones.
         expert_dtype: Format of experts: "auto" leaves them as stored, "fp8" re-encodes 4-bit ones without rounding.
         with_mtp: Whether to load the MTP module, too (`Family.check_mtp`).
+        eagle3: EAGLE3 head to load, too, which fits the model; None without.
     Raises:
         ValueError: Sizes do not divide, tensors are missing or have another shape, or the generation config is broken.
     """
@@ -65,6 +70,7 @@ def load_model(
     if with_mtp:
         config = family.with_mtp_layer(config)
     attention = family.attention(config, with_mtp)
+    attention = attention if eagle3 is None else eagle3.attention(attention)
     attention.check_layout(dcp)
     model = build_skeleton(config)
     shapes = published_shapes(model)
@@ -101,8 +107,12 @@ def load_model(
         placement,
         reduce,
         _eos_token_ids(directory, config),
-        mtp,
     )
+    if mtp is not None:
+        prepare = partial(attention.prepare, rotary=loaded.angles, dtype=dtype, layers=(attention.num_layers - 1,))
+        loaded.drafts = DraftModel(mtp, [decoder], loaded.head, prepare)
+    if eagle3 is not None:
+        loaded.drafts = load_eagle3(eagle3, loaded, reduce, load_format)
     if dcp.deterministic:
         for module in loaded.modules():
             make_deterministic(module)

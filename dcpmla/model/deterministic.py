@@ -5,6 +5,7 @@ from torch import nn
 
 from dcpmla.attention.mla.weights import AttentionWeights
 from dcpmla.model.block import Decoder, DecoderBlock, ShortcutBlock, VocabHead
+from dcpmla.model.eagle3 import Eagle3Layer
 from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import Gate, MoE
 from dcpmla.model.mtp import MtpLayer
@@ -12,7 +13,10 @@ from dcpmla.parallel.linear import Linear, RowParallelLinear
 from dcpmla.parallel.quantized import GroupFp4, GroupInt4
 
 # Modules that only look rows up, or norm rows by kernels of one row per program; and attention, whose kind has a check.
-_APART = (nn.ParameterList, nn.RMSNorm, Decoder, DecoderBlock, ShortcutBlock, VocabHead, MtpLayer, AttentionWeights)
+_APART = (
+    *(nn.ParameterList, nn.RMSNorm, Decoder, DecoderBlock, ShortcutBlock, VocabHead, MtpLayer, Eagle3Layer),
+    AttentionWeights,
+)
 
 
 def make_deterministic(model: nn.Module) -> None:

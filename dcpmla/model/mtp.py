@@ -46,7 +46,7 @@ class MtpLayer(nn.Module):
         self.projection, self.block, self.eps = projection, block, eps
 
     def forward(self, rows: Tensor, cache: Cache | None, step: StepMetadata | None) -> Tensor:
-        """Return the normalized hidden states [T, hidden] of rows [T, 2 hidden] (`ShardedModel.join`). Collective."""
+        """Return the normalized hidden states [T, hidden] of rows [T, 2 hidden] (`DraftModel.rows`). Collective."""
         embedding_norm, hidden_norm, input_norm = self.norms
         embedded, hidden_states = (part.contiguous() for part in rows.chunk(2, -1))
         normalized = (
@@ -56,6 +56,10 @@ class MtpLayer(nn.Module):
         residual = self.projection(torch.cat(tuple(normalized), -1))
         x, _ = self.block(norm_rows(residual, input_norm, self.eps, False)[0], residual, cache, step)
         return plain(x)
+
+    def project(self, hidden_states: Tensor) -> Tensor:
+        """Return the model's hidden states [T, hidden] unchanged: the module takes them in this form."""
+        return hidden_states
 
     def collapse(self, hidden_states: Tensor) -> Tensor:
         """Return hidden states [n, hidden] unchanged: the head takes them in this form."""

@@ -146,12 +146,16 @@ class StreamMtpLayer(nn.Module):
         self.width = num_streams * embedding.shape[1]
 
     def forward(self, rows: Tensor, cache: Cache | None, step: StepMetadata | None) -> Tensor:
-        """Return the hidden states [T, width] of rows [T, hidden + width] (`ShardedModel.join`). Collective."""
+        """Return the hidden states [T, width] of rows [T, hidden + width] (`DraftModel.rows`). Collective."""
         embedded, streams = rows.split([rows.shape[1] - self.width, self.width], -1)
         embedded = self.of_embedding(rms_norm(embedded.contiguous(), self.embedding_norm, self.eps))
         streams = streams.reshape(-1, embedded.shape[1])
         streams = self.of_stream(rms_norm(streams, self.hidden_norm, self.eps)).unflatten(0, (-1, self.num_streams))
         return finish(self.block(Streams(embedded[:, None] + streams), None, cache, step)).flatten(1)
+
+    def project(self, hidden_states: Tensor) -> Tensor:
+        """Return the model's hidden states [T, width] unchanged: the module takes them in this form."""
+        return hidden_states
 
     def collapse(self, hidden_states: Tensor) -> Tensor:
         """Return hidden states [n, width] as the head takes them, [n, hidden]."""

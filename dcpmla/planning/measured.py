@@ -16,7 +16,8 @@ from dcpmla.planning.weights import ModelSize
 Row = dict[str, Any]
 _PARTS = ("total", "gather", "attention", "combine")  # parts that mean the same in benchmarks and in the planner
 _SIZES = ("tp", "dcp", "gpus_per_node", "tokens", "heads", "row_width", "num_layers", "batch", "context", "input_len")
-_UNPLANNED = ("dcp_q_replicate", "dcp_project_before_merge", "acceptance")  # options that the planner does not model
+# Options that the planner does not model.
+_UNPLANNED = ("dcp_q_replicate", "dcp_project_before_merge", "acceptance", "acceptance_length")
 _FITTED = (  # numbers of a machine: group or "", name
     *(("direct", name) for name in ("gather_us", "combine_us", "gb_per_s")),
     *((kind, name) for kind in COLLECTIVES for name in ("overhead_us", "per_rank_us", "gb_per_s")),

@@ -46,10 +46,13 @@ class Drafter:
         drafts_always: Whether every step drafts, not only steps where drafts pay.
         reads_tokens: Whether it reads all previous tokens on the host, so that the engine waits for a step before it
             drafts; other drafters take the tokens under way from the device.
+        synthetic_rates: Rates at which random numbers accept the drafts (`runtime/simulated.py`); empty if the model
+            decides.
     """
 
     drafts_always = False
     reads_tokens = True
+    synthetic_rates: tuple[float, ...] = ()
 
     def __init__(self, num_speculative_tokens: int = 0) -> None:
         self.num_speculative_tokens = num_speculative_tokens
@@ -70,6 +73,13 @@ class Drafter:
 
         Args:
             by: What the step was run by.
+        """
+
+    def complete(self, step: "InFlightStep") -> None:
+        """Write what the drafter caches for the tokens of a step, which leaves for another job. Collective.
+
+        Args:
+            step: The latest step, whose tokens are known on the device.
         """
 
     def compared(self, drafts: Tensor, sampled: Tensor, nums: Sequence[int]) -> Compared:

@@ -416,7 +416,7 @@ class Engine:
         for piece in batch.pieces:
             self._remember(piece.request)
         if self.handoffs is not None and is_sent:
-            self.speculation.drafter.draft([], self._latest)  # an MTP module's rows are sent, too
+            self.speculation.drafter.complete(self._latest)
             self.handoffs.advance(batch)
         return self._latest
 

@@ -267,6 +267,8 @@ def _totals(engine: Engine) -> dict[tuple[str, ...], float]:
         ("accepted_draft_tokens",): stats.num_accepted_tokens,
     }
     totals |= {("accepted_draft_tokens_at", str(at)): number for at, number in enumerate(stats.num_accepted_at)}
+    rates = engine.speculation.drafter.synthetic_rates
+    totals |= {("synthetic_acceptance_rate", str(at)): rate for at, rate in enumerate(rates)}
     for labels, copies in () if engine.offload is None else engine.offload.totals().items():
         totals |= {(f"kv_offload_{name}", *labels): total for name, total in vars(copies).items()}
     for direction, side in () if handoffs is None else (("sent", handoffs.sent), ("received", handoffs.received)):

@@ -110,6 +110,10 @@ METRICS: Mapping[str, Metric] = {
         labels=("position",),
         vllm_labels=("position",),
     ),
+    "synthetic_acceptance_rate": _gauge(
+        "Rate at which random numbers accept a draft at its position in the step; none if the model decides.",
+        labels=("position",),
+    ),
     "kv_event_batches": _counter(
         "Steps' batches of KV events that were sent, or dropped where the publisher's queue is full.",
         labels=("outcome",),

@@ -34,13 +34,13 @@ def test_without_graphs(model: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.thorough
 def test_drafts_of_a_forced_acceptance(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    drafts = "--speculative-method ngram --num-speculative-tokens 2 --acceptance 0,1"
+    drafts = "--speculative-method ngram --num-speculative-tokens 2 --acceptance 0,1 --acceptance-length 2"
     command = f"{TINY} --model {model} --output-len 14 --batch 2 {drafts}"
     plain, *drafted = measure(tmp_path, command)
     assert "acceptance" not in plain
-    kinds = [(row["acceptance"], row["is_adaptive"]) for row in drafted]
-    assert kinds == [(0, False), (0, True), (1, False), (1, True)]
-    assert [row["tokens_a_step"] for row in drafted if not row["is_adaptive"]] == [2, 6]
+    kinds = [(row.get("acceptance"), row.get("acceptance_length"), row["is_adaptive"]) for row in drafted]
+    assert kinds == [(*kind, adapts) for kind in ((0, None), (1, None), (None, 2)) for adapts in (False, True)]
+    assert [row["tokens_a_step"] for row in drafted if not row["is_adaptive"]] == [2, 6, pytest.approx(4, abs=0.5)]
     for row in drafted:
         assert row["tokens_per_second"] * row["step_us"] == pytest.approx(row["tokens_a_step"] * 1e6, rel=0.05)
         ratio = row["tokens_per_second"] / plain["tokens_per_second"]

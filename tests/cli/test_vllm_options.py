@@ -100,8 +100,11 @@ REFUSED = {
     "--kv-transfer-config {}": "--kv-transfer-config is '{}', which is not supported: use --role and",
     "--enable-lora": "--enable-lora is not supported: adapters are not served",
     "--enable_log_requests": "--enable-log-requests is not supported: prompts and answers are never logged",
-    '--speculative-config {"method":"eagle3"}': "method of --speculative-config is 'eagle3'; it must be ngram or mtp",
-    '--speculative-config {"method":"mtp","model":"x"}': "--speculative-config has model; give method and num_spec",
+    '--speculative-config {"method":"dspark"}': "method of --speculative-config is 'dspark'; it must be ngram or mtp",
+    '--speculative-config {"method":"eagle3"}': "model of --speculative-config is None with method 'eagle3'; eagle3",
+    '--speculative-config {"method":"mtp","model":"x"}': "model of --speculative-config is 'x' with method 'mtp'",
+    '--speculative-config {"method":"mtp","rejection_sample_method":"block"}': "must be standard, or synthetic with",
+    '--speculative-config {"method":"mtp","draft_sample_method":"greedy"}': "has draft_sample_method; give method,",
     "--speculative-config mtp": "--speculative-config is 'mtp'; give an object such as",
     "--default-chat-template-kwargs []": "argument --default-chat-template-kwargs: '[]' is no JSON object",
     "--load-format gguf": "argument --load-format: invalid choice: 'gguf' (choose from",
@@ -205,6 +208,11 @@ def test_methods_of_drafts_have_vllms_names() -> None:
         assert (args.speculative_method, args.num_speculative_tokens) == (served, 5)
     args = parse("m", "--speculative-config", '{"method": "mtp"}')
     assert (args.speculative_method, args.num_speculative_tokens) == ("mtp", EngineOptions().num_speculative_tokens)
+    config = {"method": "eagle3", "model": "head", "num_speculative_tokens": 2, "synthetic_acceptance_length": 2.5}
+    for added in ({}, {"rejection_sample_method": "synthetic"}):
+        args = parse("m", "--speculative-config", json.dumps(config | added))
+        assert EngineOptions.of(vars(args)).synthetic_acceptance_length == 2.5
+        assert (args.speculative_method, args.speculative_model, args.num_speculative_tokens) == ("eagle3", "head", 2)
 
 
 def test_quantization_is_the_checkpoints() -> None:

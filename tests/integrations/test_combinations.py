@@ -21,6 +21,7 @@ from dcpmla.attention.select.entries import PoolUpdate
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.plan import CachePlan
 from dcpmla.config import DCPConfig
+from dcpmla.integrations.eagle3 import open_eagle3
 from dcpmla.integrations.engine_maker import EngineMaker
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.model_files import load_config
@@ -112,7 +113,7 @@ def answers(engine: Engine, prompts: Sequence[Any], params: Sequence[SamplingPar
 
 
 class RowEngines:
-    """The engines of a row on one rank, over the same files.
+    """The engines of a row on one rank, over the same files; an EAGLE3 head is beside the model.
 
     Args:
         mesh: The ranks' groups.
@@ -121,7 +122,11 @@ class RowEngines:
     def __init__(self, row: Row, directory: Path, disk: Path, device: torch.device) -> None:
         self.row, self.directory, self.disk, self.device = row, directory, disk, device
         self.mesh: DCPMesh = init_mesh(row.num_ranks, row.dcp_size)
-        self.kind = read_model(load_config(directory), row.has("mtp")).attention
+        method = next((each for each in ("mtp", "eagle3", "ngram") if row.has(each)), "none")
+        head = str(directory.with_name("head")) if method == "eagle3" else None
+        self.drafts: dict[str, Any] = {"speculative_method": method, "speculative_model": head}
+        eagle3 = None if head is None else open_eagle3(head)
+        self.kind = read_model(load_config(directory), method == "mtp", eagle3).attention
         self.dcp = self._layout()
         self.block_tokens = self._plan(1).block_tokens
         self.sizes = conversation_sizes(row, self.block_tokens)
@@ -165,7 +170,7 @@ class RowEngines:
             max_num_batched_tokens=16 if row.has("short steps") else 48,
             enable_prefix_caching=not row.has("no reuse"),
             enforce_eager=row.has("eager"),
-            speculative_method="none" if row.has("no drafts") else "mtp" if row.has("mtp") else "ngram",
+            **self.drafts,
             **tiers,
             **(on_disk if row.has("disk") else {}),
         )

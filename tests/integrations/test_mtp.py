@@ -12,9 +12,9 @@ from dcpmla.__main__ import main
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.families.table import family_of, find_family
 from dcpmla.integrations.model_files import load_config
-from dcpmla.integrations.speculation import check_speculation, mtp_graphs
+from dcpmla.integrations.speculation import check_speculation, draft_graphs
 from dcpmla.runtime.graph import StepGraph
-from dcpmla.runtime.mtp import MtpDrafter
+from dcpmla.runtime.modules import ModuleDrafter
 from dcpmla.runtime.sampling import SamplingParams
 from tests.planning.test_plan_truth import check as check_bytes
 from tests.support.combinations import WITH_MODULE
@@ -44,7 +44,7 @@ def module_of(name: str) -> PlainMtp:
     return PlainMtp(family, **fields) if fields else plain_module(family)
 
 
-class Recording(MtpDrafter):
+class Recording(ModuleDrafter):
     """It drafts in every step, other numbers for other requests, and notes what."""
 
     drafts_always = True
@@ -78,7 +78,8 @@ def serve_families(
         config = load_config(directory)
         family_of(config).check_mtp(config)
         model, mesh = load_on_rank(directory, dcp, with_mtp=True)
-        model.keep_hidden_states(64)
+        assert model.drafts is not None
+        model.drafts.keep(64)
         for with_graph in (False, True):
             cache = poisoned_cache(model, dcp, [60] * 4, 4, num_drafts)
             options: dict[str, Any] = {}
@@ -90,8 +91,8 @@ def serve_families(
                 common = cache, steps, mesh
                 options["graph"] = StepGraph.decodes(model.decode, torch.tensor(0), *common, 4, 100, query_len)
                 options["mixed_graph"] = StepGraph.prompts(model, *common, 16, 4, 100, costs.tokens_per_request)
-            graphs = [maker.make(cache) for maker in mtp_graphs(num_drafts, model, 4, 100)]
-            drafter = Recording(num_drafts, model, cache, mesh, *graphs)
+            graphs = [maker.make(cache) for maker in draft_graphs(num_drafts, model, 4, 100)]
+            drafter = Recording(num_drafts, model.drafts, cache, mesh, *graphs)
             drafter.record = []
             engine = new_engine(model, cache, dcp, mesh, 100, 16, 4, drafter=drafter, **options)
             params = SamplingParams(max_new_tokens=8, ignore_eos=True)

@@ -19,10 +19,12 @@ from dcpmla.runtime.speculation import Speculation
 from tests.integrations.test_mtp import plain_module
 from tests.support.gpus import on_gpus
 from tests.support.models import VOCAB_SIZE
+from tests.support.plain_eagle3 import PlainEagle3
 from tests.support.ranks import run_ranks
 from tests.support.recorded import RecordedDrafter
 
 METHODS = (("none", False), ("recorded", False), ("recorded", True), ("ngram", False), ("mtp", False))
+WITH_HEAD = (*METHODS, ("eagle3", False))
 
 
 def serve(
@@ -39,6 +41,7 @@ def serve(
         options: dict[str, Any] = {"dtype": dtype, "max_num_seqs": 5, "kv_cache_memory_bytes": 1 << 27}
         options |= {"enforce_eager": enforce_eager, "max_num_batched_tokens": 64, "num_speculative_tokens": 3}
         options |= {"speculative_method": "ngram" if method == "recorded" else method}
+        options |= {"speculative_model": str(directory.with_name("head"))} if method == "eagle3" else {}
         chosen = select_exchange(dcp, mesh.dcp_group, device)
         engine = load_engine(
             open_model(str(directory)), dcp, mesh, chosen, device, EngineOptions(**options), seq_lens=[80] * 5
@@ -46,7 +49,7 @@ def serve(
         if method == "recorded":
             drafter = RecordedDrafter(3, dict(enumerate(results[0][1])), 0.8, VOCAB_SIZE)
             engine.speculation = Speculation(drafter)
-        elif method == "mtp" and engine.speculation.drafter is not None:
+        elif method in ("mtp", "eagle3"):
             engine.speculation.drafter.drafts_always = True
         requests = [
             engine.add(
@@ -65,10 +68,14 @@ def serve(
 @on_gpus(1, 2)
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "longcat_flash", "deepseek_v4"])
 def test_drafts_change_no_token(num_gpus: int, family: str, tmp_path: Path) -> None:
-    directory = plain_module(family).save(tmp_path / family)
+    module, methods = plain_module(family), METHODS
+    directory = module.save(tmp_path / family)
+    if family != "deepseek_v4":
+        PlainEagle3(module.base, (2, 1), eagle_aux_hidden_state_layer_ids=[2, 1]).save(tmp_path / "head")
+        methods = WITH_HEAD
     dcp = DCPConfig(tensor_parallel_size=num_gpus, decode_context_parallel_size=num_gpus, block_size=16)
-    for results in run_ranks(num_gpus, serve, directory, dcp, "float32", METHODS, device="cuda"):
-        assert [is_captured for *_, is_captured in results] == [not enforce_eager for _, enforce_eager in METHODS]
+    for results in run_ranks(num_gpus, serve, directory, dcp, "float32", methods, device="cuda"):
+        assert [is_captured for *_, is_captured in results] == [not enforce_eager for _, enforce_eager in methods]
         for method, tokens, num_drafts, _ in results[1:]:
             assert tokens == results[0][1], method
             assert num_drafts > 0 or method == "ngram"

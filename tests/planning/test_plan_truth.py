@@ -2,6 +2,7 @@
 
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from dcpmla.comm.select import select_exchange
 from dcpmla.config import DCPConfig
+from dcpmla.integrations.eagle3 import Eagle3Files
 from dcpmla.integrations.families.routing import num_routed_experts
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
@@ -39,18 +41,21 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
 
 
 def held_bytes(model: ShardedModel) -> int:
-    roots = [root for root in vars(model).values() if isinstance(root, nn.Module)]
-    tensors = {id(tensor): tensor for root in roots for module in root.modules() for tensor in tensors_of(module)}
+    tensors = {
+        id(tensor): tensor for root in model.modules() for module in root.modules() for tensor in tensors_of(module)
+    }
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def load_and_weigh(directories: list[Path], tp_size: int, expert_dtype: str, with_mtp: bool) -> list[tuple[int, int]]:
+def load_and_weigh(
+    directories: list[Path], tp_size: int, expert_dtype: str, with_mtp: bool, eagle3: Eagle3Files | None
+) -> list[tuple[int, int]]:
     """On one rank: bytes held of each model, with experts cut and, where it has any, spread."""
     dcp, mesh, cpu = DCPConfig(tensor_parallel_size=tp_size), init_mesh(tp_size, 1), torch.device("cpu")
     exchange, found = select_exchange(dcp, mesh.dcp_group, cpu), []
     for directory in directories:
         config = load_config(directory)
-        options = {"expert_dtype": expert_dtype, "with_mtp": with_mtp}
+        options: Any = {"expert_dtype": expert_dtype, "with_mtp": with_mtp, "eagle3": eagle3}
         cut, spread = (
             held_bytes(load_model(directory, config, dcp, mesh, exchange, None, cpu, is_spread, **options))
             for is_spread in (False, num_routed_experts(config) > 0)
@@ -59,10 +64,16 @@ def load_and_weigh(directories: list[Path], tp_size: int, expert_dtype: str, wit
     return found
 
 
-def check(directories: list[Path], tp_size: int, expert_dtype: str = "auto", with_mtp: bool = False) -> None:
-    ranks = run_ranks(tp_size, load_and_weigh, directories, tp_size, expert_dtype, with_mtp)
+def check(
+    directories: list[Path],
+    tp_size: int,
+    expert_dtype: str = "auto",
+    with_mtp: bool = False,
+    eagle3: Eagle3Files | None = None,
+) -> None:
+    ranks = run_ranks(tp_size, load_and_weigh, directories, tp_size, expert_dtype, with_mtp, eagle3)
     for directory, *held in zip(directories, *ranks, strict=True):
-        model = read_model(load_config(directory), with_mtp).with_expert_dtype(expert_dtype)
+        model = read_model(load_config(directory), with_mtp, eagle3).with_expert_dtype(expert_dtype)
         planned = tuple(model.weight_bytes(tp_size, is_spread)["total"] for is_spread in (False, True))
         assert (directory.name, max(held)) == (directory.name, planned)
 

@@ -24,7 +24,7 @@ from dcpmla.runtime.drafts import NO_DRAFT, Drafter
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.in_flight import InFlightStep
-from dcpmla.runtime.mtp import MtpDrafter
+from dcpmla.runtime.modules import ModuleDrafter
 from dcpmla.runtime.ngram import NgramDrafter, find_following
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
@@ -278,12 +278,8 @@ def test_a_step_with_drafts_is_waited_for_where_it_has_to_be(
 class HashModelWithMtp(HashModel):
     """Its module looks at shapes alone, and drafts what comes along."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden_rows = torch.zeros(256, 4)
-
-    def join(self, token_ids: Tensor, hidden_states: Tensor) -> Tensor:
-        return torch.cat([token_ids[:, None].float().expand(-1, 4), hidden_states], -1)
+    def rows(self, token_ids: Tensor) -> Tensor:
+        return torch.cat([token_ids[:, None].float().expand(-1, 4), torch.zeros(len(token_ids), 4)], -1)
 
     def predict(self, rows: Tensor, metadata: Any, cache: LatentCache) -> Tensor:
         assert len(rows) == metadata.num_tokens
@@ -293,7 +289,7 @@ class HashModelWithMtp(HashModel):
         return (7 * hidden_states[:, 0].long() + torch.arange(len(hidden_states))) % VOCAB_SIZE
 
 
-class Always(MtpDrafter):
+class Always(ModuleDrafter):
     drafts_always = True
 
 

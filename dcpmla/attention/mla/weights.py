@@ -134,31 +134,31 @@ class AttentionWeights(nn.Module):
     def make_parameters(self, new: dict[str, Any]) -> None:
         """Make parameters that `load_weights` fills; `new` holds the keyword arguments of each."""
         config = self.config
-        hidden, q_dim = config.hidden_size, self.q_heads.count * config.query_width
+        width, q_dim = config.input_parts * config.hidden_size, self.q_heads.count * config.query_width
         if config.q_lora_rank is None:
-            self.q_proj = Linear(hidden, q_dim, **new)
+            self.q_proj = Linear(width, q_dim, **new)
         else:
             self.q_b_proj = Linear(config.q_lora_rank * (1 + config.query_gates), q_dim, **new)
         self._make_down(new)
         kv_b_dim = self.kv_heads.count * (config.qk_nope_head_dim + config.v_head_dim)
         self.kv_b_proj = Linear(config.kv_lora_rank, kv_b_dim, **new)
         o_cols = config.num_heads * config.v_head_dim
-        self.o_proj = RowParallelLinear(o_cols, hidden, config.attention_bias, self.mesh.tp_group, **new)
+        self.o_proj = RowParallelLinear(o_cols, config.hidden_size, config.attention_bias, self.mesh.tp_group, **new)
         if config.has_sinks:
             self.sinks = nn.Parameter(torch.empty(self.num_heads, dtype=torch.float32, device=new["device"]))
         if config.num_gates:
-            self.output_gate = Linear(hidden, self.num_heads * config.num_gates, **new)
+            self.output_gate = Linear(width, self.num_heads * config.num_gates, **new)
         if config.has_query_factors:
             self.head_factors = HeadFactors(config.num_heads, **new)
 
     def _make_down(self, new: dict[str, Any]) -> None:
         """Make the down-projection and the norms of latents."""
-        config = self.config
+        config, width = self.config, self.config.input_parts * self.config.hidden_size
         if config.q_lora_rank is None:
-            self.kv_a_proj = Linear(config.hidden_size, config.down_width, config.attention_bias, **new)
+            self.kv_a_proj = Linear(width, config.down_width, config.attention_bias, **new)
         else:
-            width = config.q_lora_rank + config.down_width
-            self.fused_qkv_a_proj = Linear(config.hidden_size, width, config.attention_bias, **new)
+            num_rows = config.q_lora_rank + config.down_width
+            self.fused_qkv_a_proj = Linear(width, num_rows, config.attention_bias, **new)
             self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, config.rms_norm_eps, **new)
         self.kv_a_layernorm = nn.RMSNorm(config.kv_lora_rank, config.rms_norm_eps, **new)
         if config.norms_k_pe:
@@ -298,8 +298,8 @@ class AttentionWeights(nn.Module):
             fill(self.sinks, read_weight(weights, "sinks", (config.num_heads,), shard(config.num_heads, tp_group)))
         if self.output_gate is not None:
             num_rows = config.num_heads * config.num_gates
-            gate = read_linear(weights, "g_proj.weight", (num_rows, hidden), shard(num_rows, tp_group))
-            self.output_gate.load(gate)
+            shape = num_rows, self.output_gate.in_features
+            self.output_gate.load(read_linear(weights, "g_proj.weight", shape, shard(num_rows, tp_group)))
         if self.head_factors is not None:
             self.head_factors.load_weights(weights)
         if config.attention_bias:
@@ -310,7 +310,7 @@ class AttentionWeights(nn.Module):
         if config.q_lora_rank is not None:
             down = {"q_a_proj": config.q_lora_rank, **down}
             fill(self.q_a_layernorm.weight, read_weight(weights, "q_a_layernorm.weight", (config.q_lora_rank,)))
-        shapes = {name: (rows, config.hidden_size) for name, rows in down.items()}
+        shapes = {name: (rows, self.down_proj.in_features) for name, rows in down.items()}
         self.down_proj.load(*(read_linear(weights, f"{name}.weight", shape) for name, shape in shapes.items()))
         if config.attention_bias:
             fill(self.down_proj.bias, *(read_weight(weights, f"{name}.bias", (rows,)) for name, rows in down.items()))

@@ -204,9 +204,9 @@ class StepMetadata:
 
     def check(self, config: MLAConfig, hidden_states: Tensor) -> None:
         """Raise ValueError for inputs that do not match the step, or a cos_sin or query_factor not as in the model."""
-        shape, device = tuple(hidden_states.shape), hidden_states.device
-        if len(shape) != 2 or shape[1] != config.hidden_size or shape[0] < self.num_tokens:
-            raise shape_error("hidden_states", hidden_states, f"[at least {self.num_tokens}, {config.hidden_size}]")
+        shape, device, width = tuple(hidden_states.shape), hidden_states.device, config.input_parts * config.hidden_size
+        if len(shape) != 2 or shape[1] != width or shape[0] < self.num_tokens:
+            raise shape_error("hidden_states", hidden_states, f"[at least {self.num_tokens}, {width}]")
         expected = torch.float32, (self.num_tokens, config.qk_rope_head_dim), device
         if _described(self.cos_sin) != (expected if config.use_rope else None):
             added = f"{expected} (dtype, shape, device), which StepMetadata.with_cos_sin adds"

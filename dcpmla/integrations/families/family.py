@@ -18,9 +18,10 @@ from dcpmla.config import MLAConfig
 from dcpmla.fields import Rule
 from dcpmla.hf_quantization import has_quantized_weights
 from dcpmla.integrations.config_checks import check_mla, check_model, check_raw_config
+from dcpmla.integrations.draft_model import DraftModule
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.parts import Parts, Shapes, load_decoder, load_mtp
-from dcpmla.integrations.sharded_model import DecoderModule, MtpModule
+from dcpmla.integrations.sharded_model import DecoderModule
 from dcpmla.model.glu import Glu, LayerGlus
 
 # eps of the norms of both latents. Whatever a config's rms_norm_eps is (it holds for the other norms), the modeling
@@ -81,7 +82,7 @@ class Family:
     routing: Routing = Routing()
     check_attention: Callable[[Any], None] = check_mla
     load_decoder: Callable[[Parts, int], DecoderModule] = load_decoder
-    load_mtp: Callable[[Parts, str, Tensor], MtpModule] = load_mtp
+    load_mtp: Callable[[Parts, str, Tensor], DraftModule] = load_mtp
     rules: Mapping[str, Rule] = field(default_factory=dict)
     mtp_layer: Mapping[str, str] = field(default_factory=dict)
     mtp_projections: tuple[str, ...] = ("eh_proj",)

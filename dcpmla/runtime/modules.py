@@ -1,4 +1,4 @@
-"""Drafts by the model's own MTP module, which runs under the model's TP and DCP, over a layer of its cache."""
+"""Drafts by a trained module (MTP, EAGLE3) under the model's TP and DCP, over a layer of the model's cache."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -20,31 +20,26 @@ from dcpmla.runtime.request import Request
 from dcpmla.upload import upload
 
 
-class MtpModel(Protocol):
-    """A model with an MTP module; `dcpmla.integrations.sharded_model.ShardedModel` is one.
-
-    Attributes:
-        hidden_rows: [N, width] hidden states of the last step, a row per token, which the model keeps.
-    """
+class DraftingModule(Protocol):
+    """A module over hidden states that the model's last step has left; `dcpmla.integrations.draft_model.DraftModel`."""
 
     device: torch.device
-    hidden_rows: Tensor
 
-    def join(self, token_ids: Tensor, hidden_states: Tensor) -> Tensor: ...
+    def rows(self, token_ids: Tensor) -> Tensor: ...
 
     def predict(self, rows: Tensor, metadata: StepMetadata, cache: Cache) -> Tensor: ...
 
 
-class MtpDrafter(Drafter):
-    """Drafts of the MTP module: the first runs over all tokens of the previous step, rejected drafts included, and each
+class ModuleDrafter(Drafter):
+    """Drafts of a module: the first runs over all tokens of the previous step, rejected drafts included, and each
     later one over the draft before it.
 
     If requests have not drafted for a while, or their blocks came from earlier ones, the module's cache has gaps: fewer
     drafts are accepted, but no token is wrong.
 
     Args:
-        graph: Graph of `model.predict`, for the tokens per request of a step with drafts.
-        chain: Graph of `ShardedModel.draft`, for the number of drafts per request.
+        graph: Graph of `module.predict`, for the tokens per request of a step with drafts.
+        chain: Graph of `DraftModel.draft`, for the number of drafts per request.
     """
 
     reads_tokens = False
@@ -52,14 +47,14 @@ class MtpDrafter(Drafter):
     def __init__(
         self,
         num_speculative_tokens: int,
-        model: MtpModel,
+        module: DraftingModule,
         cache: Cache,
         mesh: DCPMesh,
         graph: StepGraph,
         chain: StepGraph,
     ) -> None:
         super().__init__(num_speculative_tokens)
-        self._model, self._cache, self._mesh = model, cache, mesh
+        self._module, self._cache, self._mesh = module, cache, mesh
         self._graph, self._chain = graph, chain
 
     def draft(self, wanted: Sequence[tuple[Request, int]], previous: InFlightStep | None) -> Drafts:
@@ -86,7 +81,11 @@ class MtpDrafter(Drafter):
 
     def follow(self, by: StepGraph | StepMetadata) -> None:
         """Run the module over a step (`Drafter.follow`)."""
-        self._run(by, torch.zeros(_metadata(by).num_tokens, dtype=torch.int64, device=self._model.device))
+        self._run(by, torch.zeros(_metadata(by).num_tokens, dtype=torch.int64, device=self._module.device))
+
+    def complete(self, step: InFlightStep) -> None:
+        """Write the module's rows of a step (`Drafter.complete`)."""
+        self._predict(step, step.sampled_rows)
 
     def close(self) -> None:
         """Free the graphs."""
@@ -101,7 +100,7 @@ class MtpDrafter(Drafter):
         """
         token_ids = at.new_zeros(_metadata(previous.by).num_tokens)
         if previous.is_prefill:
-            (following,) = upload([np.array(_following(previous), dtype=np.int64)], self._model.device)
+            (following,) = upload([np.array(_following(previous), dtype=np.int64)], self._module.device)
             rows = previous.token_rows
             targets = slice(len(following)) if rows is None else rows  # in a decode graph's padded step
             token_ids[targets] = following
@@ -109,9 +108,9 @@ class MtpDrafter(Drafter):
 
     def _run(self, by: StepGraph | StepMetadata, token_ids: Tensor) -> Tensor:
         """Run the module over tokens in the layout of a step; return hidden states in the model's row order."""
-        inputs = self._model.join(token_ids, self._model.hidden_rows[: len(token_ids)])
+        inputs = self._module.rows(token_ids)
         hidden_states = self._graph.follow(inputs, by) if isinstance(by, StepGraph) else None
-        return self._model.predict(inputs, _metadata(by), self._cache) if hidden_states is None else hidden_states
+        return self._module.predict(inputs, _metadata(by), self._cache) if hidden_states is None else hidden_states
 
 
 def _metadata(by: StepGraph | StepMetadata) -> StepMetadata:

@@ -1,0 +1,245 @@
+"""EAGLE3 heads with MLA: drafts of the published formula in plain torch, around transformers' own attention."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcpmla.__main__ import main
+from dcpmla.integrations.eagle3 import open_eagle3
+from dcpmla.integrations.engine_options import EngineOptions
+from dcpmla.integrations.model_files import load_config
+from dcpmla.runtime.sampling import SamplingParams
+from tests.integrations.test_combinations import ALPHABET, check, save, words_of
+from tests.integrations.test_combinations import serve as serve_rows
+from tests.integrations.test_handoffs import draw_prompts
+from tests.planning.test_plan_truth import check as check_bytes
+from tests.support.combinations import Row, by_ranks
+from tests.support.layouts import dcp_config
+from tests.support.models import FAMILIES, save_tiny, tiny_config
+from tests.support.oracle import Oracle
+from tests.support.plain_eagle3 import DRAFT_VOCAB, PlainEagle3, base_model
+from tests.support.ranks import run_ranks
+from tests.support.two_jobs import record_drafts, run_jobs
+from tests.support.whole_models import load_engine_on_rank, serve
+
+NUM_DRAFTS = 3
+PROMPTS = [[5, 9, 2, 7, 7, 1, 30], [11, 12], [*range(40, 71)]]
+# By name: numbers of layers whose inputs the head takes, and fields of its config.
+HEADS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "as published": ((2, 3, 4), {"draft_vocab_size": DRAFT_VOCAB, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}),
+    "EAGLE 3.1": (
+        (3, 2, 4),
+        {"fc_norm": True, "norm_output": True, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 2, 4]}},
+    ),
+    "no q_lora": ((2, 2, 1), {"norm_before_residual": True, "q_lora_rank": None}),  # by default 2, n // 2, n - 3
+}
+Record = list[tuple[list[int], list[int]]]
+
+
+def serve_heads(
+    directories: list[tuple[Path, Path]], tp: int, dcp_size: int, interleave: int, deterministic: bool
+) -> list[tuple[list[list[int]], Record, list[int]]]:
+    """On one rank: each engine's tokens, drafts, and accepted drafts by position."""
+    rows = {"block_size": 4 * interleave, "deterministic": deterministic}
+    dcp, outcomes = dcp_config(tp, dcp_size, interleave, **rows), []
+    for model, head in directories:
+        options = EngineOptions(
+            speculative_method="eagle3",
+            speculative_model=str(head),
+            num_speculative_tokens=NUM_DRAFTS,
+            max_num_batched_tokens=16,
+            max_num_seqs=4,
+            kv_cache_memory_bytes=1 << 20,
+            dtype="float32",
+        )
+        engine = load_engine_on_rank(model, dcp, options)
+        drafter = engine.speculation.drafter
+        record = record_drafts(drafter)
+        drafter.reads_tokens = True  # so that the host knows all tokens before each draft
+        requests = serve(engine, PROMPTS, 9, ignore_eos=True)
+        outcomes.append(([request.token_ids for request in requests], record, engine.stats.num_accepted_at))
+        engine.close()
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    ("tp", "dcp_size", "interleave", "deterministic"),
+    [(1, 1, 1, False), (2, 2, 1, False), (2, 1, 1, False), (4, 4, 2, False), (2, 2, 64, True)],
+)
+def test_drafts_are_those_of_the_formula(
+    tp: int, dcp_size: int, interleave: int, deterministic: bool, tmp_path: Path
+) -> None:
+    base = base_model()
+    model = tmp_path / "model"
+    base.save_pretrained(model)
+    heads = {name: PlainEagle3(base, inputs, **fields) for name, (inputs, fields) in HEADS.items()}
+    folders = [head.save(tmp_path / name, has_embedding=name == "as published") for name, head in heads.items()]
+    directories = [(model, folder) for folder in folders]
+    ranks = run_ranks(tp, serve_heads, directories, tp, dcp_size, interleave, deterministic)
+    assert all(outcome == ranks[0] for outcome in ranks[1:])
+    for (name, head), (tokens, record, _) in zip(heads.items(), ranks[0], strict=True):
+        for prompt, new in zip(PROMPTS, tokens, strict=True):
+            Oracle(base).check_tokens(prompt, new, name)
+        assert len(record) > 10
+        assert {len(drafts) for _, drafts in record} == {1, 2, 3}
+        for known, drafts in record:
+            assert drafts == head.drafts(known, len(drafts)), (name, len(known))
+
+
+IDS_NAME = "eagle_aux_hidden_state_layer_ids"
+IDS = {IDS_NAME: [2, 1]}
+ROWS = [
+    Row(family, tuple(f"{layout}, eagle3, {levels}".split(", ")))
+    for family, layout, levels in (
+        ("deepseek_v3", "dcp 2 by token", "short steps, prefix hits, host, ample, 8 bits, any order, graphs, free"),
+        ("deepseek_v3", "dcp 2 in groups", "short steps, prefix hits, disk, ample, exact, deterministic, grammar"),
+        ("deepseek_v3", "tp 1", "long steps, no reuse, no tiers, preemption, exact, graphs, grammar, two choices"),
+        ("deepseek_v32", "dcp 2 in groups", "short steps, prefix hits, no tiers, preemption, 8 bits, two choices"),
+        ("kimi_linear", "dcp 2 by token", "short steps, prefix hits, host, ample, exact, graphs"),
+        ("longcat_flash", "tp 2", "long steps, prefix hits, no tiers, ample, 8 bits, graphs"),
+        ("mistral4", "tp 1", "short steps, prefix hits, disk, ample, exact, graphs"),
+    )
+    if family in FAMILIES
+]
+
+
+@pytest.mark.parametrize(("family", "rows"), [(family, rows) for family, _, rows in by_ranks(ROWS)])
+def test_every_feature(family: str, rows: list[Row], tmp_path: Path) -> None:
+    """Drafts are the two tokens that answers have, so that some are right by chance."""
+    if any(row.has("grammar") for row in rows):
+        pytest.importorskip("llguidance")
+    reference = save(family, tmp_path / "model")
+    PlainEagle3(reference, (2, 1), tokens=ALPHABET, draft_vocab_size=2, **IDS).save(tmp_path / "head")
+    oracle, words = Oracle(reference), words_of(tmp_path / "model")
+    for ranks in run_ranks(rows[0].num_ranks, serve_rows, tmp_path / "model", rows, "cpu", timeout=500):
+        for row, served in zip(rows, ranks, strict=True):
+            check(row, served, oracle, words)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"architectures": ["LlamaForCausalLMEagle3"]}, r"architectures is \['LlamaForCausalLMEagle3'\]; it must be"),
+    ({"num_hidden_layers": 2}, "num_hidden_layers is 2; it must be 1"),
+    ({"kv_lora_rank": None}, "kv_lora_rank is None; it must be a whole number"),
+    ({"mla_use_nope": True}, "mla_use_nope is True; it must be false"),
+    ({"vocab_size": 100}, "vocab_size is 100; the model's is 192"),
+    ({"target_hidden_size": 64}, "target_hidden_size, by default hidden_size, is 64; the model's is 48"),
+    ({"eagle_aux_hidden_state_layer_ids": [2, 9]}, r"layer_ids is \[2, 9\]; the model has 4 layers"),
+    ({"qk_rope_head_dim": 3}, "qk_rope_head_dim is 3; it must be"),
+    ({"draft_vocab_size": 95}, r"tensor d2t has shape \(96,\)"),
+    ({"fc_norm": True}, "tensor model.fc_norm.0.weight is missing"),
+]
+
+
+def messages(model: Path, head: Path, fields: Sequence[dict[str, Any]]) -> list[str]:
+    """On one rank: return the errors of loading a head with fields of its config changed."""
+    file, found = head / "config.json", []
+    raw = json.loads(file.read_text())
+    options = EngineOptions(speculative_method="eagle3", speculative_model=str(head), kv_cache_memory_bytes=1 << 20)
+    for changes in fields:
+        file.write_text(json.dumps(raw | changes))
+        try:
+            load_engine_on_rank(model, dcp_config(1, 1, 1, block_size=4), options)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    base = base_model()
+    base.save_pretrained(tmp_path / "model")
+    head = PlainEagle3(base, (2, 3, 4), draft_vocab_size=DRAFT_VOCAB, **{IDS_NAME: [2, 3, 4]}).save(tmp_path / "head")
+    files, config = open_eagle3(str(head)), load_config(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"^speculative_model .* tensor_parallel_size .* 3.* 8 attention heads"):
+        files.check(config, dcp_config(3, 3, 1, block_size=4))
+    with pytest.raises(ValueError, match=r"deepseek_v4 has no layers of plain MLA, whose cache a head of MLA needs"):
+        files.check(tiny_config("deepseek_v4"), dcp_config(1, 1, 1, block_size=4))
+    (found,) = run_ranks(1, messages, tmp_path / "model", head, [fields for fields, _ in REFUSED])
+    assert len(found) == len(REFUSED)
+    for text, (_, message) in zip(found, REFUSED, strict=True):
+        assert re.search(message, text), (message, text)
+        assert "speculative_model (--speculative-model)" in text
+
+
+@pytest.mark.skipif("hy_v4" not in FAMILIES, reason="needs a transformers with HY V4")
+def test_models_of_several_residuals_are_refused(tmp_path: Path) -> None:
+    save_tiny("hy_v4", tmp_path / "model")
+    head = PlainEagle3(base_model(), (2, 1), **IDS).save(tmp_path / "head")
+    ((message,),) = run_ranks(1, messages, tmp_path / "model", head, [{}])
+    assert "this model's layers have several residuals; a head takes models with one" in message
+
+
+def test_options_of_a_head_belong_together() -> None:
+    options: list[dict[str, Any]] = [{"speculative_method": "eagle3"}, {"speculative_model": "x"}]
+    for fields in options:
+        with pytest.raises(ValueError, match=r"speculative_model .* is .* give a head with eagle3, and with it alone"):
+            EngineOptions(**fields)
+    with pytest.raises(ValueError, match=r"^speculative_model \(--speculative-model\): model .* 'nowhere'"):
+        open_eagle3("nowhere")
+
+
+def test_bytes_as_planned(tmp_path: Path) -> None:
+    base = base_model()
+    base.save_pretrained(tmp_path / "model")
+    for name, fields in (
+        ("own", {"draft_vocab_size": DRAFT_VOCAB, "fc_norm": True}),
+        ("shared", {"q_lora_rank": None}),
+    ):
+        head = PlainEagle3(base, (2, 3, 4), **fields, **{IDS_NAME: [2, 3, 4]})
+        head.save(tmp_path / name, has_embedding=name == "own")
+        check_bytes([tmp_path / "model"], 2, eagle3=open_eagle3(str(tmp_path / name)))
+
+
+def test_plan_counts_the_head(tmp_path: Path) -> None:
+    base = base_model()
+    base.save_pretrained(tmp_path / "model")
+    head = PlainEagle3(base, (2, 3, 4), **{IDS_NAME: [2, 3, 4]}).save(tmp_path / "head")
+    plans = []
+    for options in ([], ["--speculative-method", "eagle3", "--speculative-model", str(head)]):
+        out = tmp_path / "plan.json"
+        main(["plan", "--model", str(tmp_path / "model"), "-tp", "2", *options, "--json", str(out)])
+        plans.append(json.loads(out.read_text())["settings"][0])
+    weights, rows = ([plan[name] for plan in plans] for name in ("weight_bytes_per_rank", "kv_bytes_per_token"))
+    assert weights[0] < weights[1]
+    assert rows == [4 * 24 * 2, (4 * 24 + 16) * 2]  # latents of the model's four layers, and of the head
+
+
+def test_rows_of_a_head_move_between_jobs(tmp_path: Path) -> None:
+    """The first drafts of a decoding job are those of the head over the whole prompt."""
+    base, meeting = base_model(), tmp_path / "meeting"
+    base.save_pretrained(tmp_path / "model")
+    meeting.mkdir()
+    head = PlainEagle3(base, (2, 3, 4), **{IDS_NAME: [2, 3, 4]})
+    drafting = {"speculative_model": str(head.save(tmp_path / "head")), "speculative_method": "eagle3"}
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    prompts = [prompt._replace(params=params) for prompt in draw_prompts()]
+    layouts = [dcp_config(2, 2, 1, block_size=64), dcp_config(1, 1, 1, block_size=64)]
+    _, (decoded,) = run_jobs(tmp_path / "model", *layouts, prompts, meeting, **drafting, num_speculative_tokens=2)
+    assert (decoded.received.num_done, decoded.num_prefilled) == (3, 0)
+    assert len(decoded.drafts) >= 6
+    for known, drafts in decoded.drafts:
+        assert drafts == head.drafts(known, len(drafts)), len(known)
+
+
+def serve_dummy(model: Path, head: Path) -> tuple[list[list[int]], int]:
+    """On one rank: answers of random weights, and how many drafts were tried."""
+    options = EngineOptions(load_format="dummy", speculative_method="eagle3", speculative_model=str(head))
+    engine = load_engine_on_rank(model, dcp_config(2, 2, 1, block_size=4), options, seq_lens=[40] * 2)
+    engine.speculation.drafter.drafts_always = True
+    requests = serve(engine, PROMPTS[:2], 6, ignore_eos=True)
+    return [request.token_ids for request in requests], engine.stats.num_draft_tokens
+
+
+def test_a_config_alone_drafts(tmp_path: Path) -> None:
+    base = base_model()
+    base.save_pretrained(tmp_path / "model")
+    fields = {"draft_vocab_size": DRAFT_VOCAB, "fc_norm": True, IDS_NAME: [2, 3, 4]}
+    head = PlainEagle3(base, (2, 3, 4), **fields).save(tmp_path / "head")
+    for directory in (tmp_path / "model", head):
+        (directory / "model.safetensors").unlink()
+    first, second = run_ranks(2, serve_dummy, tmp_path / "model", head)
+    assert first == second
+    assert first[1] > 0
