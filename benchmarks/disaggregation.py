@@ -94,7 +94,7 @@ def synchronize(is_cuda: bool) -> None:
 
 
 def transfer_row(prefill_url: str, url: str, prompts: Prompts, length: int, repeats: int) -> Row:
-    """Return the rate of transfers of prompts that are prefilled before their blocks are read.
+    """Return the rate of transfers of prompts that are prefilled before their blocks are read, and means of a prompt.
 
     The requests take the way of a router: so the seconds of a transfer do not contain the prefill.
 
@@ -109,7 +109,7 @@ def transfer_row(prefill_url: str, url: str, prompts: Prompts, length: int, repe
     num_bytes, seconds = (read_metric(url, name) - old for name, old in zip((BYTES, SECONDS), before, strict=True))
     if not num_bytes or not seconds:
         raise RuntimeError(f"{url}: {repeats} prompts were read, but {BYTES} counts {num_bytes:g} bytes")
-    return {"tokens": length, **transfer_fields("transfer", int(num_bytes), seconds)}
+    return {"tokens": length, **transfer_fields("transfer", int(num_bytes) // repeats, seconds / repeats)}
 
 
 def transfer_fields(operation: str, num_bytes: int, seconds: float) -> Row:
@@ -181,7 +181,7 @@ def measure(args: argparse.Namespace, setup: str, urls: Sequence[str], prompts: 
         for length in args.context:
             row = transfer_row(urls[0], url, prompts, length, args.repeats)
             yield row
-            yield {"tokens": length, **copy_row(args, row["bytes_read"] // args.repeats)}
+            yield {"tokens": length, **copy_row(args, row["bytes_read"])}
     for length in args.context:
         yield first_token_row(url, prompts, length, args.repeats)
     yield decodes_row(args, url, prompts)
