@@ -1,5 +1,5 @@
-"""Compare a prefill server and a decode server, each on one GPU, with one server on both GPUs that does both: the rate
-of transfers, times to first tokens, and times between tokens of decodes while prompts arrive.
+"""Compare a prefill server and a decode server, each on one GPU or more, with one server on all these GPUs that does
+both: the rate of transfers, times to first tokens, and times between tokens of decodes while prompts arrive.
 
 Usage: `python benchmarks/disaggregation.py --json OUT.json`, on two GPUs of one host
 
@@ -94,7 +94,7 @@ def synchronize(is_cuda: bool) -> None:
 
 
 def transfer_row(prefill_url: str, url: str, prompts: Prompts, length: int, repeats: int) -> Row:
-    """Return the rate of transfers of prompts that are prefilled before their blocks are read.
+    """Return the rate of transfers of prompts that are prefilled before their blocks are read, and means of a prompt.
 
     The requests take the way of a router: so the seconds of a transfer do not contain the prefill.
 
@@ -109,7 +109,7 @@ def transfer_row(prefill_url: str, url: str, prompts: Prompts, length: int, repe
     num_bytes, seconds = (read_metric(url, name) - old for name, old in zip((BYTES, SECONDS), before, strict=True))
     if not num_bytes or not seconds:
         raise RuntimeError(f"{url}: {repeats} prompts were read, but {BYTES} counts {num_bytes:g} bytes")
-    return {"tokens": length, **transfer_fields("transfer", int(num_bytes), seconds)}
+    return {"tokens": length, **transfer_fields("transfer", int(num_bytes) // repeats, seconds / repeats)}
 
 
 def transfer_fields(operation: str, num_bytes: int, seconds: float) -> Row:
@@ -167,10 +167,13 @@ def servers_of(args: argparse.Namespace, setup: str, model: Path, num_bytes: int
     """Return the servers of a set-up; the last one serves clients."""
     options = ["--model", model, "--load-format", "dummy", "--device", args.device]
     options += ["--kv-cache-memory-bytes", num_bytes, "--max-num-batched-tokens", args.max_num_batched_tokens]
+    num_prefill, num_gpus = args.prefill_tp, args.prefill_tp + args.decode_tp
     if setup == "both":
-        return [ServerProcess([0, 1], [*options, "-tp", 2, "-dcp", 2])]
-    prefill = ServerProcess([0], [*options, "--role", "prefill"])
-    return [prefill, ServerProcess([1], [*options, "--role", "decode", "--prefill-servers", prefill.url])]
+        return [ServerProcess(range(num_gpus), [*options, "-tp", num_gpus, "-dcp", num_gpus])]
+    layouts = [["-tp", num, "-dcp", num] for num in (num_prefill, args.decode_tp)]
+    prefill = ServerProcess(range(num_prefill), [*options, *layouts[0], "--role", "prefill"])
+    decode = [*options, *layouts[1], "--role", "decode", "--prefill-servers", prefill.url]
+    return [prefill, ServerProcess(range(num_prefill, num_gpus), decode)]
 
 
 def measure(args: argparse.Namespace, setup: str, urls: Sequence[str], prompts: Prompts) -> Iterator[Row]:
@@ -181,7 +184,7 @@ def measure(args: argparse.Namespace, setup: str, urls: Sequence[str], prompts: 
         for length in args.context:
             row = transfer_row(urls[0], url, prompts, length, args.repeats)
             yield row
-            yield {"tokens": length, **copy_row(args, row["bytes_read"] // args.repeats)}
+            yield {"tokens": length, **copy_row(args, row["bytes_read"])}
     for length in args.context:
         yield first_token_row(url, prompts, length, args.repeats)
     yield decodes_row(args, url, prompts)
@@ -194,6 +197,8 @@ def main() -> None:
     add("--layers", type=positive, default=6, metavar="L", help="layers of the model; the first one is dense")
     add("--experts", type=positive, default=64, metavar="E", help="routed experts of a layer")
     add("--device", default="auto", help="cuda, cpu, or auto")
+    add("--prefill-tp", type=positive, default=1, metavar="N", help="ranks of the prefill server, which share a cache")
+    add("--decode-tp", type=positive, default=1, metavar="N", help="ranks of the decode server, which share a cache")
     add("--setup", nargs="+", choices=SETUPS, default=list(SETUPS), help="servers to measure")
     add("--context", type=positive_list, default=[32768, 131072], metavar="S,...", help="tokens of prompts, alone")
     add("--repeats", type=positive, default=3, metavar="N", help="prompts of each length")
@@ -217,6 +222,7 @@ def main() -> None:
     num_bytes = (-(-num_tokens // block.block_tokens) + args.decodes + 8) * block.bytes_per_block
     names = ("geometry", "max_num_batched_tokens")
     fields = {**{name: getattr(args, name) for name in names}, "num_layers": args.layers, "num_experts": args.experts}
+    fields["variant"] = f"{args.prefill_tp} + {args.decode_tp}"
     rows = list[Row]()
     for setup in args.setup:
         servers = servers_of(args, setup, write_config(config), num_bytes)
@@ -227,7 +233,8 @@ def main() -> None:
                 if args.json is not None:
                     args.json.parent.mkdir(parents=True, exist_ok=True)
                     is_cuda = args.device != "cpu" and torch.cuda.is_available()
-                    write_results(args.json, rows, 2, torch.device("cuda:0" if is_cuda else "cpu"), args.commit)
+                    num_ranks = args.prefill_tp + args.decode_tp
+                    write_results(args.json, rows, num_ranks, torch.device("cuda:0" if is_cuda else "cpu"), args.commit)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ started.
 import gc
 import json
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from transformers.integrations import hub_kernels
 from dcpmla.planning.weights import ModelSize
 from tests.support.combinations import PROPERTY, Row, coverage
 from tests.support.examples import load_profile
+from tests.support.launchers import Host, two_hosts
 from tests.support.models import save_tiny
 from tests.support.plan_cases import read_v3
 
@@ -136,6 +139,16 @@ def one_process_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # --device cpu sets it
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[Host, Host]]:
+    with ExitStack() as stack:
+        try:
+            pair = stack.enter_context(two_hosts())
+        except OSError as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        yield pair
 
 
 @pytest.fixture

@@ -22,7 +22,8 @@ Row = dict[str, Any]
 _NAMES = """
     model num_parameters geometry operation part layer_kind kernel quantization weights mode tp dcp
     gpus_per_node exchange variant num_layers batch context query_len decodes route tokens heads topk
-    num_selected row_width hidden_size width num_experts top_k num_shared query_dim latent_dim block_size causal
+    num_selected row_width hidden_size width num_experts top_k num_shared query_dim latent_dim block_size slot_bytes
+    causal
     dtype kv_cache_dtype decode_query_dtype index_cache_dtype num_sets
     is_chosen in_graph step_us device_us us_per_moe_layer num_kernels prefill_* median_us first_call_ms
     added_us_per_layer *_us tflops gb_per_s index_bytes index_gb_per_s bytes_read floor_share speedup_over_*

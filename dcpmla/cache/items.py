@@ -50,7 +50,7 @@ class Items(NamedTuple):
         """Copy items [k], int64 on the device of the memory, into out [k, num_bytes] uint8."""
         out = out.view(self.pages.dtype)
         if self._is_plain:
-            out.copy_(self.pages[:, 0].index_select(0, items))
+            torch.index_select(self.pages[:, 0], 0, items, out=out)
         else:
             out.copy_(self.pages[self._locate(items)].view(len(items), -1))
 

@@ -10,24 +10,28 @@ from dcpmla.cli.plan_prompts import PromptPlan
 from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.recommend import make_plan
 from dcpmla.planning.servers import Piece, Server, Traffic
-from dcpmla.planning.split import Split
+from dcpmla.planning.split import Split, link_gb_per_s
 from dcpmla.planning.split_choice import all_splits, recommend_split
 from dcpmla.planning.words import ms
+from dcpmla.transfer.staging import NUM_SLOTS, slot_size
 
 _NUM_ROWS = 12  # splits that are printed, the best first, besides the best servers that do both
 
 
-def plan_server(deployment: Deployment, traffic: Traffic, max_num_batched_tokens: int) -> Server:
+def plan_server(deployment: Deployment, traffic: Traffic, max_num_batched_tokens: int, num_gpus: int) -> Server:
     """Predict one server of one TP group.
 
     Args:
         traffic: Lengths of the requests.
         max_num_batched_tokens: Limit of a step's tokens.
+        num_gpus: Number of GPUs of all servers.
     """
     deployment = replace(deployment, setting=replace(deployment.setting, num_gpus=None))
     input_len, context = traffic.input_len, traffic.input_len + traffic.output_len // 2
-    plan = make_plan(deployment, 1, input_len + traffic.output_len)
-    block_tokens = deployment.block().block_tokens
+    machine, block_tokens = deployment.machine, deployment.block().block_tokens
+    staging_bytes = NUM_SLOTS * slot_size(link_gb_per_s(machine, num_gpus), machine.memory_bytes)
+    both, apart = (make_plan(deployment, 1, input_len + traffic.output_len, size) for size in (0, staging_bytes))
+    most = (max_num_batched_tokens - 1) // deployment.setting.query_len
 
     @cache
     def pieces(num_decodes: int) -> list[Piece]:
@@ -41,10 +45,11 @@ def plan_server(deployment: Deployment, traffic: Traffic, max_num_batched_tokens
 
     return Server(
         setting=deployment.setting,
-        num_prompts=plan.kv_tokens_total // block_tokens // -(-input_len // block_tokens),
-        num_requests=min(plan.max_num_seqs, (max_num_batched_tokens - 1) // deployment.setting.query_len),
-        bytes_per_token=plan.kv_bytes_per_token,
-        bytes_per_state=plan.bytes_per_state,
+        num_prompts=apart.kv_tokens_total // block_tokens // -(-input_len // block_tokens),
+        num_requests=min(both.max_num_seqs, most),
+        num_decodes=min(apart.max_num_seqs, most),
+        bytes_per_token=both.kv_bytes_per_token,
+        bytes_per_state=both.bytes_per_state,
         pieces=pieces,
         decode_us=decode_us,
     )
@@ -61,7 +66,7 @@ def split_section(
         num_gpus: Number of GPUs.
         max_num_batched_tokens: Limit of a step's tokens.
     """
-    servers = [plan_server(deployment, traffic, max_num_batched_tokens) for deployment in deployments]
+    servers = [plan_server(deployment, traffic, max_num_batched_tokens, num_gpus) for deployment in deployments]
     splits = all_splits(deployments[0].machine, traffic, servers, num_gpus)
     best, reason = recommend_split(splits)
     load = f"{traffic.request_rate:g} requests a second of {traffic.input_len:,} + {traffic.output_len:,} tokens"

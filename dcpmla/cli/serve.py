@@ -20,7 +20,7 @@ from dcpmla.config import DCPConfig
 from dcpmla.extras import needed_by
 from dcpmla.integrations.open_model import check_layout, open_model
 from dcpmla.integrations.tokenizer import check_template_sandbox
-from dcpmla.integrations.transfers import check_role, link_engine
+from dcpmla.integrations.transfers import check_role, link_engine, new_staging
 from dcpmla.job.bootstrap import agree
 from dcpmla.job.join import LOAD_TIMEOUT
 from dcpmla.job.launcher import claimed_rank
@@ -83,15 +83,17 @@ def run(args: argparse.Namespace) -> None:
             frontend.start()
             frontend.send(Opened(str(files.directory)))
             _logger.info("loading %s", files.directory)
+        is_within_host = not _hosts_outside(options) and job.ranks.num_local_ranks == job.ranks.num_ranks
+        staging = None if options.role == "both" else new_staging(job.ranks.device, is_within_host)
         engine, _ = build_engine(args, job, dcp, files, None, _logger.info)
         to_close.callback(engine.close)
         link = None
-        if options.role != "both":
+        if staging is not None:
             job.watchdog.enter("connecting to the network of transfers", LOAD_TIMEOUT)
-            if not _hosts_outside(options) and job.ranks.num_local_ranks == job.ranks.num_ranks:
+            if is_within_host:
                 os.environ.setdefault("UCX_NET_DEVICES", "lo")  # UCX listens for this host's servers alone
             with needed_by(f"--role {options.role}"):
-                link = link_engine(engine, files, options.role)
+                link = link_engine(engine, files, options.role, staging)
         loop = ServingLoop(engine, frontend, publisher)
         job.watchdog.on_stop(loop.stop)
         if frontend is not None:

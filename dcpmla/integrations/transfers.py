@@ -1,9 +1,13 @@
-"""A rank's end of transfers with other jobs, made at start (`link_engine`)."""
+"""A rank's end of transfers with other jobs, made at start (`new_staging`, `link_engine`)."""
 
 import json
 from base64 import b64decode, b64encode
 from hashlib import sha256
 from uuid import uuid4
+
+import psutil
+import torch
+from torch import Tensor
 
 from dcpmla.cache.plan import CachePlan
 from dcpmla.config import DCPConfig
@@ -17,10 +21,12 @@ from dcpmla.transfer.incoming import Incoming
 from dcpmla.transfer.layout import describe
 from dcpmla.transfer.outgoing import Outgoing
 from dcpmla.transfer.parts import RowMover
-from dcpmla.transfer.staging import allocate_staging
+from dcpmla.transfer.staging import NUM_SLOTS, allocate_staging, slot_size
 from dcpmla.transfer.transport import Peer, rank_name
 
 ROLES = ("both", "prefill", "decode")
+# GB/s: NVLink of an H100 or H200 each way, an adapter of 400 Gbit/s, a host's memory.
+_NVLINK, _NETWORK, _MEMORY = 450.0, 50.0, 10.0
 # Entries of a config that say nothing about the rows of a cache.
 _IRRELEVANT = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 
@@ -34,11 +40,30 @@ def check_role(role: str, dcp: DCPConfig) -> None:
         )
 
 
-def link_engine(engine: Engine, files: ModelFiles, role: str) -> Peer:
+def new_staging(device: torch.device, is_within_host: bool) -> Tensor:
+    """Return this rank's staging memory [num_slots, slot_bytes] uint8, for the link to the other servers.
+
+    It is made before the engine, whose cache takes what is left of the device's memory. The first large tensor of a
+    process also has an allocation of its own: CUDA IPC opens whole allocations to another process.
+
+    Args:
+        device: Device of this rank.
+        is_within_host: Whether all other servers are on this host.
+    """
+    if device.type == "cuda":
+        rate = _NVLINK if is_within_host else _NETWORK
+        return allocate_staging(
+            device, NUM_SLOTS, slot_size(rate, torch.cuda.get_device_properties(device).total_memory)
+        )
+    return allocate_staging(device, NUM_SLOTS, slot_size(_MEMORY, psutil.virtual_memory().total))
+
+
+def link_engine(engine: Engine, files: ModelFiles, role: str, staging: Tensor) -> Peer:
     """Make this rank's transport, let the engine use it, and return this job as others see it. Collective over the job.
 
     Args:
         role: "prefill" sends blocks, "decode" receives them.
+        staging: Staging memory of this rank (`new_staging`).
     Raises:
         ValueError: NIXL does not start.
     """
@@ -48,10 +73,9 @@ def link_engine(engine: Engine, files: ModelFiles, role: str) -> Peer:
     name = str(broadcast_value(uuid4().hex, group, "naming the engine"))
     assert isinstance(engine.model, ShardedModel)
     layout = describe(engine.cache, engine.dcp, cache_facts(files, engine.model, engine.cache.sizes))
-    device = engine.cache.tensors[0].device
     with agree():
         try:
-            transport = NixlTransport(rank_name(name, rank), allocate_staging(device))
+            transport = NixlTransport(rank_name(name, rank), staging)
         except OSError as error:
             raise ValueError(f"role (--role) is {role}, but blocks cannot be exchanged: {error}") from error
     mover = RowMover(engine.cache, layout)

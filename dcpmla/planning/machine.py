@@ -80,6 +80,7 @@ class Machine(_Checked):
         direct: Exchange of that name; None where it does not run or was not measured, and `a2a` is assumed.
         nvlink_gb_per_s: Published rate of one GPU's links, each way; its collectives stay below. Only transfers of
             prompts between servers use it.
+        transfer_gb_per_s: Rate of transfers of prompts from one GPU over links that are faster.
         network_gb_per_s: Rate from one GPU to other nodes, each way.
         network_us: Time added by each step of a collective that crosses nodes.
         host_gb_per_s: Rate of copies between pinned host memory and one GPU, one way.
@@ -108,6 +109,7 @@ class Machine(_Checked):
     all_to_all: Collective
     direct: Direct | None
     nvlink_gb_per_s: _Rate
+    transfer_gb_per_s: _Rate
     network_gb_per_s: _Rate
     network_us: _Time
     host_gb_per_s: _Rate
@@ -203,6 +205,7 @@ H200X8 = Machine(
     all_to_all=Collective(overhead_us=7.5, per_rank_us=0.7, gb_per_s=270),  # [N]
     direct=Direct(gather_us=4.0, combine_us=5.4, gb_per_s=275),  # [D]
     nvlink_gb_per_s=450,  # published: 18 links of 25 GB/s
+    transfer_gb_per_s=5.6,  # between two H200s, with two slots of 16 MiB under way
     network_gb_per_s=45,  # assumed, not measured: a 400 Gbit/s adapter for each GPU at nine tenths of its 50 GB/s
     network_us=8,  # assumed, not measured: a small message over such a network
     host_gb_per_s=50,  # loads of blocks on one GPU, and on two at the same time

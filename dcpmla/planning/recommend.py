@@ -64,12 +64,13 @@ class Plan(Setting):
         return {**asdict(self), "num_replicas": self.num_replicas}
 
 
-def make_plan(deployment: Deployment, batch: int, context: int) -> Plan:
+def make_plan(deployment: Deployment, batch: int, context: int, reserved_bytes: int = 0) -> Plan:
     """Predict memory and step of a model in one setting.
 
     Args:
         batch: Requests of the whole job, spread evenly over its replicas; the fullest one counts.
         context: Tokens of each.
+        reserved_bytes: Memory of a GPU that neither weights nor the cache have.
     Raises:
         ValueError: Heads, experts or a cache format that the model cannot have, or a load out of range.
     """
@@ -77,7 +78,7 @@ def make_plan(deployment: Deployment, batch: int, context: int) -> Plan:
     machine, model, setting = deployment.machine, deployment.model, deployment.setting
     layout = setting.tp, setting.enable_expert_parallel
     weight_bytes = model.weight_bytes(*layout)["total"]
-    room, share = cache_bytes(machine, weight_bytes), setting.share(batch)
+    room, share = cache_bytes(machine, weight_bytes + reserved_bytes), setting.share(batch)
 
     def cache_of(num_seqs: int) -> CachePlan:
         """Return the largest cache for requests that run at once."""

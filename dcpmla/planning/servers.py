@@ -39,8 +39,9 @@ class Server:
 
     Attributes:
         setting: Layout of its model and cache, over one TP group.
-        num_prompts: Number of prompts that its cache holds at once.
-        num_requests: Number of whole requests that it holds at once, and that leave room for prompts in its steps.
+        num_prompts: Number of prompts that the cache of one that prefills holds at once.
+        num_requests, num_decodes: Number of whole requests that one for both, or one that decodes, holds at once, and
+            that leave room for prompts in its steps.
         bytes_per_token, bytes_per_state: Size of a token's rows in all layers, one copy, and of a request's state on
             each rank.
         pieces: Function that returns the steps of a prompt while so many requests decode.
@@ -50,6 +51,7 @@ class Server:
     setting: Setting
     num_prompts: int
     num_requests: int
+    num_decodes: int
     bytes_per_token: int
     bytes_per_state: int
     pieces: Callable[[int], Sequence[Piece]]

@@ -10,7 +10,6 @@ from dcpmla.planning.search import smallest
 from dcpmla.planning.servers import Piece, Server, Traffic
 
 MOST_BUSY = 0.8  # largest share of its time that a server or a link works: above it, queues become long
-_LINK_SHARE = 0.8  # assumed, not measured: share of a link's rate that a transfer reaches
 _DEVIATIONS = 2.33  # a normal distribution's 99th percentile, in standard deviations above its mean
 _TAIL = 0.01  # share of the times between tokens that are longer than their 99th percentile
 
@@ -74,12 +73,12 @@ def predict_split(
     rate, steps = traffic.request_rate / num_prefill, _num_steps(traffic, decode)
     busy = rate * service_us / 1e6
     num_gpus = num_prefill * prefill.setting.tp + num_decode * decode.setting.tp
-    gb_per_s = machine.nvlink_gb_per_s if num_gpus <= machine.gpus_per_node else machine.network_gb_per_s
+    gb_per_s = min(machine.transfer_gb_per_s, link_gb_per_s(machine, num_gpus))
     sent, received = transfer_bytes(prefill, decode, traffic.input_len)
-    sent_us, received_us = (num_bytes / (_LINK_SHARE * gb_per_s) / 1e3 for num_bytes in (sent, received))
+    sent_us, received_us = (num_bytes / gb_per_s / 1e3 for num_bytes in (sent, received))
     link_busy = max(rate * sent_us, traffic.request_rate / num_decode * received_us) / 1e6
     goal = traffic.request_rate / num_decode * steps / 1e6
-    num_running = smallest(lambda num: num / decode.decode_us(num) >= goal, _most_running(decode))
+    num_running = smallest(lambda num: num / decode.decode_us(num) >= goal, _most_running(decode.num_decodes))
     has_room = prefill.num_prompts >= 2
     queue_us = _queue_us(busy, service_us) if has_room else None
     tokens = decode.setting.tokens_a_step
@@ -88,7 +87,7 @@ def predict_split(
         f"{held}: the next is computed while one is sent": not has_room,
         f"prompts need {busy:.0%} of the prefill servers' time": busy > MOST_BUSY,
         f"transfers need {link_busy:.0%} of a link's time": link_busy > MOST_BUSY,
-        _too_many(decode): num_running is None,
+        _too_many(decode, decode.num_decodes): num_running is None,
     }
     return Split(
         prefill=str(prefill.setting),
@@ -114,13 +113,13 @@ def predict_both(traffic: Traffic, server: Server, num_servers: int) -> Split:
     A server computes one prompt at a time, in steps with its decodes; prompts wait as in an M/D/1 queue. Its other
     steps are decodes alone.
     """
-    rate, steps, limit = traffic.request_rate / num_servers / 1e6, _num_steps(traffic, server), _most_running(server)
+    rate, steps = traffic.request_rate / num_servers / 1e6, _num_steps(traffic, server)
 
     def keeps_up(num: int) -> bool:
         busy = rate * _total_us(server.pieces(num))
         return busy <= MOST_BUSY and num * _step_rate(server, num, rate) >= rate * steps
 
-    num_running = smallest(keeps_up, limit)
+    num_running = smallest(keeps_up, _most_running(server.num_requests))
     split = Split(
         prefill="",
         num_prefill=0,
@@ -131,7 +130,7 @@ def predict_both(traffic: Traffic, server: Server, num_servers: int) -> Split:
     )
     if num_running is None:
         too_busy = f"prompts need {split.busy:.0%} of the servers' time, without decodes"
-        return replace(split, obstacle=too_busy if split.busy > MOST_BUSY else _too_many(server))
+        return replace(split, obstacle=too_busy if split.busy > MOST_BUSY else _too_many(server, server.num_requests))
     pieces = server.pieces(num_running)
     service_us, high = _total_us(pieces), _high(num_running)
     queue_us = _queue_us(split.busy, service_us)
@@ -146,6 +145,11 @@ def predict_both(traffic: Traffic, server: Server, num_servers: int) -> Split:
         time_per_token_us=1 / step_rate / tokens,
         time_per_token_p99_us=_late_step_us(server, high, rate) / tokens,
     )
+
+
+def link_gb_per_s(machine: Machine, num_gpus: int) -> float:
+    """Return the rate of one GPU's link between servers that have so many GPUs together."""
+    return machine.nvlink_gb_per_s if num_gpus <= machine.gpus_per_node else machine.network_gb_per_s
 
 
 def transfer_bytes(prefill: Server, decode: Server, num_tokens: int) -> tuple[float, float]:
@@ -206,10 +210,10 @@ def _high(num_running: int) -> int:
     return ceil(num_running + _DEVIATIONS * sqrt(num_running))
 
 
-def _most_running(server: Server) -> int:
-    """Return the largest mean number of running requests for which the server nearly always has room."""
-    return bisect_left(range(1, server.num_requests + 1), server.num_requests + 1, key=_high)
+def _most_running(num_requests: int) -> int:
+    """Return the largest mean number of running requests for which there is nearly always room."""
+    return bisect_left(range(1, num_requests + 1), num_requests + 1, key=_high)
 
 
-def _too_many(server: Server) -> str:
-    return f"more requests decode at once than fit: {server.num_requests:,} at most on a server of {server.setting}"
+def _too_many(server: Server, num_requests: int) -> str:
+    return f"more requests decode at once than fit: {num_requests:,} at most on a server of {server.setting}"

@@ -18,6 +18,14 @@ _MOST_TOUCHED = 4096  # requests that wait for room
 class Incoming(Side[Awaited]):
     """The blocks and states that one rank of a decode server reads from ranks of prefill servers.
 
+    Rows are read, not written by the prefill ranks, because a lost rank may wake up: it was stopped, or its host was
+    cut off. A slot that it had leave to write to could then never hold another prompt's rows. No message takes such a
+    leave back from a rank that does not answer, and where memory is mapped (CUDA IPC, shared memory) no call of NIXL
+    does. A read needs no leave: this rank frees a slot after its own read, and a prefill rank ends the handoff before
+    it frees a slot that was not read. Then `Complete` never follows, without which no arrival ends well: a prefill rank
+    sends it once each slot was read (`Taken`) while it held its part. A write would save no message: one goes after it
+    in place of the one before a read. It would save UCX's emulation of reads over TCP.
+
     Args:
         transport, mover, layout, rank: See `Side`.
         silence: Seconds without a word of a prefill rank, after which an arrival from it fails.

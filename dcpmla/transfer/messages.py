@@ -80,6 +80,7 @@ class Closed(NamedTuple):
 
 Message = Open | Touch | Close | Taken | Ready | Complete | Alive | Closed
 _KINDS: dict[str, type[Message]] = {kind.__name__.lower(): kind for kind in get_args(Message)}
+_TYPES = {kind: [*get_type_hints(kind).values()] for kind in _KINDS.values()}  # finding them takes 0.1 ms
 
 
 def encode(message: Message) -> bytes:
@@ -102,7 +103,6 @@ def decode(content: bytes) -> Message:
         kind = _KINDS[name]
     except (TypeError, KeyError, RecursionError, ValueError):
         raise ValueError(f"{content[:80]!r} is no message") from None
-    types = list(get_type_hints(kind).values())
-    if [type(field) for field in fields] != types or any(type(field) is int and field < 0 for field in fields):
+    if [type(field) for field in fields] != _TYPES[kind] or any(type(field) is int and field < 0 for field in fields):
         raise ValueError(f"{content[:80]!r} has other fields than {', '.join(kind._fields)}")
     return kind(*fields)

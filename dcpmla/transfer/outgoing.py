@@ -142,7 +142,7 @@ class Outgoing(Side[Served]):
         while waiting and self._staging.num_free:
             waiting = self._run(lambda served, target: self._filler.fill(served.outcome, target), waiting)
         self._run(self._announce, opened)
-        return any(not offer.is_sent for _, target in opened for offer in target.offers.values())
+        return any(target.offers for _, target in opened)
 
     def _run(
         self, action: Callable[[Served, Target], bool], opened: Iterable[tuple[Served, Target]]

@@ -60,14 +60,22 @@ class RowMover:
         self, part: Part, blocks: Sequence[int], state: int | None, content: Tensor
     ) -> Iterator[tuple[Items, Tensor, Piece, Tensor]]:
         """Yield for each piece its memory, its items [n] int64, and its rows in the content [n, row_bytes]."""
-        numbers = [self._items(piece, part.is_state, blocks, state) for piece in part.pieces]
-        unique = {number.tobytes(): index for index, number in reversed([*enumerate(numbers)])}
-        kept = sorted(unique.values())
-        there = dict(zip(kept, upload([numbers[index] for index in kept], self._device), strict=True))
-        for piece, number in zip(part.pieces, numbers, strict=True):
+        # Layers share arrays of rows, and tensors of one shape have them at the same places.
+        keys = [self._key(piece, part.is_state) for piece in part.pieces]
+        first = dict(zip(keys, part.pieces, strict=True))
+        numbers = [self._items(piece, part.is_state, blocks, state) for piece in first.values()]
+        there = dict(zip(first, upload(numbers, self._device), strict=True))
+        for key, piece in zip(keys, part.pieces, strict=True):
             memory = (self._states if part.is_state else self._tokens)[piece.tensor]
-            end = piece.start + len(number) * piece.row_bytes
-            yield memory, there[unique[number.tobytes()]], piece, content[piece.start : end].view(len(number), -1)
+            end = piece.start + len(piece.rows) * piece.row_bytes
+            yield memory, there[key], piece, content[piece.start : end].view(len(piece.rows), -1)
+
+    def _key(self, piece: Piece, is_state: bool) -> tuple[int, ...]:
+        """Return what is equal only for pieces of a part whose rows are at the same places in their tensors."""
+        if is_state:
+            return id(piece.rows), self._layout.states[piece.tensor].num_rows
+        spec = self._layout.tokens[piece.tensor]
+        return id(piece.rows), spec.per_block, spec.is_shared
 
     def _items(
         self, piece: Piece, is_state: bool, blocks: Sequence[int], state: int | None

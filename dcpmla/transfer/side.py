@@ -15,7 +15,7 @@ from dcpmla.transfer.parts import RowMover
 from dcpmla.transfer.route import Route, find_routes
 from dcpmla.transfer.staging import Staging
 from dcpmla.transfer.transport import Peer, Transport, rank_name, split_name
-from dcpmla.transfer.worker import Worker
+from dcpmla.transfer.worker import Found, Worker
 
 _MOST_LOGGED = 100  # kinds of wrong messages; a broken peer must not fill the log
 _logger = logging.getLogger(__name__)
@@ -81,9 +81,9 @@ class Side(ABC, Generic[TransferT]):
         self._advance()
         self._transport.close()
 
-    def poll(self) -> bool:
-        """Do what can be done now; return whether there was work, or work goes on. For the thread of this object."""
-        has_work = bool(self._calls)
+    def poll(self) -> Found:
+        """Do what can be done now. For the thread of this object."""
+        has_calls = bool(self._calls)
         while self._calls:
             self._calls.popleft()()
         messages = self._transport.receive()
@@ -93,7 +93,7 @@ class Side(ABC, Generic[TransferT]):
                 self._handle(engine, rank, decode(content))
             except ValueError as error:
                 self._log(f"a message of {name[:80]!r} is ignored", error)
-        return self._advance() or has_work or bool(messages)
+        return Found(has_calls or bool(messages), self._advance())
 
     @abstractmethod
     def _handle(self, engine: str, rank: int, message: Message) -> None:
@@ -101,7 +101,7 @@ class Side(ABC, Generic[TransferT]):
 
     @abstractmethod
     def _move(self) -> bool:
-        """Go on with all transfers; return whether any copy goes on."""
+        """Go on with all transfers; return whether rows of any are on their way."""
 
     @abstractmethod
     def _look(self, now: float) -> None:
@@ -112,7 +112,7 @@ class Side(ABC, Generic[TransferT]):
         """Free what a transfer holds, and send its end to the other ranks; a reason means that it has failed."""
 
     def _advance(self) -> bool:
-        """Go on with all transfers; return whether any copy goes on."""
+        """Go on with all transfers; return whether rows of any are on their way."""
         for transfer in list(self._transfers.values()):
             if transfer.outcome.is_done:
                 self._end(transfer, transfer.outcome.reason)

@@ -1,5 +1,6 @@
-"""Staging memory: slots with tags at both ends, which reveal a reused slot (`Staging`)."""
+"""Staging memory: slots with tags at both ends, which reveal a reused slot (`Staging`), and their sizes."""
 
+import math
 from collections import Counter
 from hashlib import sha256
 
@@ -9,13 +10,33 @@ from torch import Tensor
 
 from dcpmla.upload import upload
 
-NUM_SLOTS, SLOT_BYTES = 8, 1 << 24  # The default of a rank has two parts for each of four requests.
-MOST_SLOTS = 2  # A decode rank reads one part of a handoff while the next one is gathered.
+MOST_SLOTS = 4  # slots of a rank that hold parts of one transfer
+NUM_SLOTS = 2 * MOST_SLOTS  # slots of a rank: an engine holds half of them at most
+_MOST_BYTES, _MOST_SHARE = 1 << 30, 1 / 64  # largest staging memory of a rank, and largest share of a device's memory
+_LEAST_BYTES = 1 << 20  # smallest slot
+# Time of a slot's messages, polls and launches, without the copies. Assumed: no GPU has measured it. On two busy cores
+# of a CPU, parts of 256 KiB come every 1.1 ms, copies included.
+_CYCLE_SECONDS = 1e-3
 _TAG_BYTES = 16
 TAGS_BYTES = 2 * _TAG_BYTES  # Each slot has a tag at both ends.
 
 
-def allocate_staging(device: torch.device, num_slots: int = NUM_SLOTS, slot_bytes: int = SLOT_BYTES) -> Tensor:
+def slot_size(gb_per_s: float, memory_bytes: int) -> int:
+    """Return the bytes of each of NUM_SLOTS slots, of which one transfer's fill a link.
+
+    They hold what the link moves in the time of a slot's cycle. They are a power of two, have at most 1 GiB together,
+    and take a 64th of the device's memory or less.
+
+    Args:
+        gb_per_s: Rate of the link, GB/s.
+        memory_bytes: Memory of the device.
+    """
+    wanted = max(_LEAST_BYTES, gb_per_s * 1e9 * _CYCLE_SECONDS / MOST_SLOTS)
+    most = max(_LEAST_BYTES, min(_MOST_BYTES, memory_bytes * _MOST_SHARE) / NUM_SLOTS)
+    return min(1 << math.ceil(math.log2(wanted)), 1 << math.floor(math.log2(most)))
+
+
+def allocate_staging(device: torch.device, num_slots: int, slot_bytes: int) -> Tensor:
     """Return staging memory [num_slots, slot_bytes] uint8 for a transport.
 
     Raises:

@@ -1,5 +1,6 @@
 """The benchmark of prefill and decode servers: with a server that only counts, and with real ones on CPUs."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -62,9 +63,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
 def test_a_transfer_goes_through_both_servers(server: FakeServer) -> None:
     """The prompt is prefilled first; the answer's parameters go to the server that decodes, with the same prompt."""
     row = disaggregation.transfer_row(URL, URL, Prompts(100), 50, 2)
-    num_bytes = 2 * 50 * TOKEN_BYTES
-    expected = {"operation": "transfer", "bytes_read": num_bytes, "seconds": 0.5, "gb_per_s": num_bytes / 0.5 / 1e9}
-    assert row == {"tokens": 50, **expected, "gb_per_s": pytest.approx(num_bytes / 0.5 / 1e9, abs=1e-3)}
+    num_bytes = 50 * TOKEN_BYTES  # of one of the two prompts, and so is the time
+    expected = {"operation": "transfer", "bytes_read": num_bytes, "seconds": TRANSFER_SECONDS}
+    assert row == {"tokens": 50, **expected, "gb_per_s": pytest.approx(num_bytes / TRANSFER_SECONDS / 1e9, abs=1e-3)}
     first, second, third, fourth = server.bodies
     assert first["kv_transfer_params"] == {"do_remote_decode": True}
     assert second["kv_transfer_params"] == {"do_remote_prefill": True, "remote_request_id": 1}
@@ -82,6 +83,15 @@ def test_the_warm_up_waits_for_a_transfer(server: FakeServer, monkeypatch: pytes
     monkeypatch.setattr(disaggregation, "CONNECT_SECONDS", 0.2)
     with pytest.raises(RuntimeError, match=r"no transfer in 0\.2 s"):
         disaggregation.warm_up(URL, Prompts(100), 8, has_transfers=True)
+
+
+def test_servers_have_gpus_of_their_own() -> None:
+    args = argparse.Namespace(prefill_tp=2, decode_tp=1, device="cuda", max_num_batched_tokens=64)
+    prefill, decode = disaggregation.servers_of(args, "split", Path("model"), 1000)
+    (both,) = disaggregation.servers_of(args, "both", Path("model"), 1000)
+    assert [[*server.devices] for server in (prefill, decode, both)] == [[0, 1], [2], [0, 1, 2]]
+    assert [server.options[server.options.index("-dcp") + 1] for server in (prefill, decode, both)] == [2, 1, 3]
+    assert prefill.url in decode.options
 
 
 def test_first_tokens(server: FakeServer) -> None:

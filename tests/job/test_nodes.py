@@ -2,8 +2,6 @@
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -22,7 +20,6 @@ from tests.support.launchers import (
     run_program,
     run_together,
     srun,
-    two_hosts,
 )
 from tests.support.ranks import start_process
 
@@ -35,16 +32,6 @@ needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="mpirun and mpi4py of e
 def one_process(model: Path) -> list[list[int]]:
     run_forked([([sys.executable, *GENERATE, *options(model, model / "out.json")], {})])
     return read_tokens(model / "out.json")
-
-
-@pytest.fixture
-def hosts() -> Iterator[tuple[Host, Host]]:
-    with ExitStack() as stack:
-        try:
-            pair = stack.enter_context(two_hosts())
-        except OSError as error:
-            pytest.skip(f"no network namespaces here: {error}")
-        yield pair
 
 
 def options(model: Path, out: Path, num_ranks: int = 1) -> list[object]:

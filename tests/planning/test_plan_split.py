@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from dcpmla.__main__ import main
 from dcpmla.cli.plan_split import plan_server
 from dcpmla.planning.machine import H200X8
+from dcpmla.planning.recommend import make_plan
 from dcpmla.planning.search import smallest
 from dcpmla.planning.servers import Piece, Traffic
 from dcpmla.planning.setting import Setting
@@ -21,7 +22,7 @@ from dcpmla.planning.weights import ModelSize
 from tests.support.models import tiny_config
 from tests.support.plan_cases import deployed, setting_of, write
 
-MACHINE = replace(H200X8, nvlink_gb_per_s=100.0, network_gb_per_s=10.0)  # transfers reach 80 %
+MACHINE = replace(H200X8, nvlink_gb_per_s=100.0, transfer_gb_per_s=80.0, network_gb_per_s=8.0)
 TP_DCP = [(tp, dcp) for tp in (1, 2, 3, 4, 6, 8) for dcp in range(1, tp + 1) if tp % dcp == 0]
 TRAFFIC = Traffic(request_rate=2.0, input_len=1000, output_len=101)
 
@@ -39,6 +40,7 @@ class FakeServer:
     num_pieces: int = 2
     num_prompts: int = 10
     num_requests: int = 1000
+    num_decodes: int = 1000
     bytes_per_token: int = 80_000
     bytes_per_state: int = 0
     num_drafts: int = 0
@@ -138,7 +140,7 @@ def test_obstacles_are_named() -> None:
     assert obstacle(FakeServer(), FakeServer(), 9.0) == "prompts need 90% of the prefill servers' time"
     assert obstacle(FakeServer(piece_us=1), FakeServer(), 900.0) == "transfers need 90% of a link's time"
     few = "more requests decode at once than fit: 3 at most on a server of tp 1, dcp 1, bf16"
-    assert obstacle(FakeServer(), FakeServer(num_requests=3)) == few  # 1 on average, up to 4
+    assert obstacle(FakeServer(), FakeServer(num_decodes=3)) == few  # 1 on average, up to 4
     endless = predict_split(MACHINE, replace(TRAFFIC, request_rate=11.0), FakeServer(), 1, FakeServer(), 1)
     assert (endless.queue_us, endless.time_to_first_token_us) == (None, None)
     both = predict_both(replace(TRAFFIC, request_rate=9.0), FakeServer(), 1)
@@ -155,6 +157,7 @@ SERVERS = st.builds(
     num_pieces=st.integers(1, 8),
     num_prompts=st.integers(0, 4),
     num_requests=st.integers(0, 200),
+    num_decodes=st.integers(0, 200),
 )
 TRAFFICS = st.builds(
     Traffic, request_rate=st.floats(0.01, 20), input_len=st.just(4000), output_len=st.integers(2, 2000)
@@ -230,13 +233,25 @@ def test_a_planned_server(v3: ModelSize) -> None:
     decodes with a context of 32,768 tokens reads less than one of 131,072.
     """
     traffic = Traffic(request_rate=1.0, input_len=32_768, output_len=2)
-    server = plan_server(deployed(v3, 8, 8, num_gpus=64), traffic, 8192)
+    server = plan_server(deployed(v3, 8, 8, num_gpus=64), traffic, 8192, 64)
     assert server.bytes_per_token == 61 * 576 * 2
     assert sum(piece.time_us for piece in server.pieces(0)) == pytest.approx(1_475_640, rel=1e-3)
     assert [piece.num_tokens for piece in server.pieces(0)] == [8192] * 4
     assert sum(piece.num_tokens for piece in server.pieces(32)) == 32_768
     assert server.decode_us(32) < 35_610
     assert server.num_prompts >= server.num_requests > 100
+    assert server.num_requests == server.num_decodes  # GPUs of several hosts: 128 MiB of slots are no request's
+
+
+def test_staging_slots_take_room_from_the_cache(v3: ModelSize) -> None:
+    """1 GiB on each of the 8 ranks of one host, of which a request of 131,080 tokens has 1.13 GB a rank."""
+    traffic = Traffic(request_rate=1.0, input_len=131_072, output_len=8)
+    server = plan_server(deployed(v3, 8, 8), traffic, 8192, 8)
+    assert server.num_requests - server.num_decodes in (0, 1)
+    apart = make_plan(deployed(v3, 8, 8), 1, 131_080, 1 << 30).kv_tokens_per_rank
+    both = make_plan(deployed(v3, 8, 8), 1, 131_080).kv_tokens_per_rank
+    assert both - apart == pytest.approx((1 << 30) / (61 * 576 * 2), rel=0.01)
+    assert server.num_prompts == apart * 8 // 131_072
 
 
 def test_command_prints_a_split(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 from dcpmla.transfer.incoming import Incoming
 from dcpmla.transfer.outgoing import Outgoing
 from dcpmla.transfer.transport import Peer, rank_name
+from tests.support.in_namespace import enter_namespace
+from tests.support.launchers import Host
 from tests.support.plain_cache import new_layout
 from tests.support.ranks import start_process
 from tests.support.transfer_soak import WINDOW, SoakRank, new_transport
@@ -63,11 +65,11 @@ class Rank:
 
 
 class RankProcess:
-    """A `Rank` in a process."""
+    """A `Rank` in a process, which sees the network of a host."""
 
-    def __init__(self, kind: type[Outgoing | Incoming], engine: str, seconds: float) -> None:
+    def __init__(self, kind: type[Outgoing | Incoming], engine: str, seconds: float, host: Host | None = None) -> None:
         self._pipe, there = Pipe()
-        self.process = start_process(_serve, (there, kind, engine, seconds))
+        self.process = start_process(_serve, (there, host, kind, engine, seconds))
         there.close()
         self.peer: Peer = self._pipe.recv()
 
@@ -83,7 +85,11 @@ class RankProcess:
         self.process.join()
 
 
-def _serve(pipe: Connection, kind: type[Outgoing | Incoming], engine: str, seconds: float) -> None:
+def _serve(pipe: Connection, host: Host | None, kind: type[Outgoing | Incoming], engine: str, seconds: float) -> None:
+    if host is not None:
+        enter_namespace(host.name)
+        # These hosts have their memory in common, and an address that each has for itself.
+        os.environ |= {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "cable"}
     rank = Rank(kind, engine, seconds)
     pipe.send(rank.peer)
     while True:

@@ -15,6 +15,7 @@ from dcpmla.extras import install, needed_by
 from dcpmla.transfer.incoming import Incoming
 from dcpmla.transfer.outgoing import Outgoing
 from dcpmla.transfer.staging import allocate_staging
+from tests.support.launchers import Host
 from tests.support.transfer_process import Rank, RankProcess
 
 nixl = pytest.importorskip("dcpmla.transfer.nixl", reason="nixl is not installed", exc_type=ImportError)
@@ -26,8 +27,10 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def start(stack: ExitStack, kind: type[Outgoing | Incoming], engine: str, seconds: float) -> RankProcess:
-    process = RankProcess(kind, engine, seconds)
+def start(
+    stack: ExitStack, kind: type[Outgoing | Incoming], engine: str, seconds: float, host: Host | None = None
+) -> RankProcess:
+    process = RankProcess(kind, engine, seconds, host)
     stack.callback(process.close)
     return process
 
@@ -40,6 +43,11 @@ def new_rank(stack: ExitStack, kind: type[Outgoing | Incoming], engine: str, sec
 
 def connect(one: Rank, other: RankProcess) -> None:
     one.connect(other.peer)
+    other.call("connect", one.peer)
+
+
+def join(one: RankProcess, other: RankProcess) -> None:
+    one.call("connect", other.peer)
     other.call("connect", one.peer)
 
 
@@ -93,6 +101,35 @@ def test_a_decode_server_ends_or_stops(stack: ExitStack, number: signal.Signals)
     again.call("open", 4)
     prefill.send(4)
     assert again.call("wait", 4) == (True, "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_between_hosts(stack: ExitStack, hosts: tuple[Host, Host], number: signal.Signals) -> None:
+    """Over TCP. A prefill server that is killed comes back under another name; one that was stopped goes on."""
+    decode = start(stack, Incoming, "d", 2, hosts[0])
+    prefill = start(stack, Outgoing, "p", 60, hosts[1])
+    join(decode, prefill)
+    prefill.call("send", 1)
+    decode.call("open", 1)
+    assert decode.call("wait", 1) == (True, "")
+    assert prefill.call("wait", 1) == (True, "")
+    prefill.call("send", 2, False)
+    decode.call("open", 2)
+    decode.call("wait_for_bytes", 2)
+    prefill.signal(number)
+    succeeded, reason = decode.call("wait", 2)
+    assert not succeeded
+    assert "p/0" in reason
+    if number == signal.SIGSTOP:
+        prefill.signal(signal.SIGCONT)
+    else:
+        decode.call("disconnect", "p")
+        prefill = start(stack, Outgoing, "p-again", 60, hosts[1])
+        join(decode, prefill)
+    prefill.call("send", 3)
+    decode.call("open", 3, prefill.peer.engine)
+    assert decode.call("wait", 3) == (True, "")
+    assert prefill.call("wait", 3) == (True, "")
 
 
 def test_wrong_metadata() -> None:

@@ -12,11 +12,12 @@ from dcpmla.cache.items import Items
 from dcpmla.cache.layers import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.families.table import attention_of
-from dcpmla.transfer.layout import describe
+from dcpmla.transfer.layout import CacheLayout, StateSpec, TokenSpec, describe
 from dcpmla.transfer.parts import RowMover
 from dcpmla.transfer.route import Route
 from tests.support.layouts import dcp_config
 from tests.support.models import FAMILIES, tiny_config
+from tests.support.plain_cache import STATE, Content, PlainCache
 
 BLOCKS_HERE, BLOCKS_THERE = [7, 2, 5, 0, 1, 3, 4, 6], [4, 3, 9, 1, 0, 2, 6, 5, 8, 7]
 STATE_HERE, STATE_THERE = 1, 3
@@ -134,3 +135,18 @@ def copy_states(here: Job, there: Job, end: int) -> None:
                 content = groups[target] if spec.num_parts else rows[target * sizes[0] // sizes[1]]
                 copy = there.state_row(target, tensor, position, STATE_THERE)
                 copy.copy_(content.reshape(copy.shape))
+
+
+def test_rows_of_blocks_of_two_sizes() -> None:
+    """Tensors whose rows have the same numbers in a sequence, at other places."""
+    tokens = TokenSpec("wide", 0, 16, 8, 1, False), TokenSpec("narrow", 0, 16, 4, 1, False)
+    layout = CacheLayout(1, 1, 1, tokens, (StateSpec("state", STATE, 1, 1, 0),))
+    here, there = (PlainCache(layout, 0, 10, 2) for _ in range(2))
+    content, blocks_there = Content.of(layout, 0, 30), [7, 1, 2, 9, 5, 8, 0, 3]
+    here.fill(content, BLOCKS_HERE, 0, content.num_tokens)
+    there.states[0] = content.state
+    (part,) = Route(layout, 0, layout, 0).parts(0, content.num_tokens, 1 << 12)
+    memory = torch.empty(part.num_bytes, dtype=torch.uint8)
+    here.mover.gather(part, BLOCKS_HERE, None, memory)
+    there.mover.scatter(part, blocks_there, None, memory)
+    there.check(content, blocks_there, 0)

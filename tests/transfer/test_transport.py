@@ -11,7 +11,7 @@ import torch
 
 from dcpmla.transfer.layout import CacheLayout
 from dcpmla.transfer.transport import Read, Slots, Transport
-from dcpmla.transfer.worker import Worker
+from dcpmla.transfer.worker import Found, Worker, pause_after
 from tests.support.plain_cache import new_layout
 from tests.support.ranks import run_ranks
 from tests.support.transfer_soak import soak
@@ -76,14 +76,14 @@ def test_reads_name_slots_that_both_ends_have() -> None:
 def test_an_error_fails_the_transfers_and_the_thread_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     reasons, done, number = [], Event(), 0
 
-    def poll() -> bool:
+    def poll() -> Found:
         nonlocal number
         number += 1
         if number in (2, 4):
             raise RuntimeError("the network is gone")
         if number == 6:
             done.set()
-        return True
+        return Found(True, False)
 
     def fail(reason: str) -> None:
         reasons.append(reason)
@@ -98,9 +98,19 @@ def test_an_error_fails_the_transfers_and_the_thread_goes_on(caplog: pytest.LogC
     assert len(caplog.records) == 1
 
 
+def test_pauses_follow_the_time_of_the_wait() -> None:
+    """An answer waits for at most 2 % longer, from 1.3 ms on, and as long as pauses are not the longest ones."""
+    assert pause_after(0.0, False) == pause_after(1e-3, True) == 2e-5
+    assert pause_after(6.4e-3, True) == pause_after(6.4e-3, False) == pytest.approx(1e-4)
+    assert pause_after(10.0, True) == 2e-4
+    assert pause_after(10.0, False) == 2e-3
+
+
 def test_it_polls_once_more_before_it_ends() -> None:
     calls, polled = ["last"], []
-    worker = Worker("test", CPU, lambda: bool(polled.append(calls.pop() if calls else "")), lambda reason: None)
+    worker = Worker(
+        "test", CPU, lambda: Found(bool(polled.append(calls.pop() if calls else "")), False), lambda reason: None
+    )
     worker.start()
     worker.close()
     assert "last" in polled
