@@ -4,7 +4,6 @@ and the server counts the same requests and tokens.
 
 import json
 import random
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ import pytest
 from benchmarks import agents
 from benchmarks.agent_sessions import ChatForm, draw_session
 from dcpmla.bench.results import unknown_fields
-from tests.engines.test_load_generators import MODEL, find_program
-from tests.support.launchers import environment
+from tests.engines.test_load_generators import MODEL, run_generator
 from tests.support.servers import RunningServer, serve
 
 COUNTED = ('requests_total{finish_reason="length"}', "prompt_tokens_total", "generation_tokens_total")
@@ -71,19 +69,10 @@ def test_aiperf_counts_the_same_requests_and_tokens(server: RunningServer, tmp_p
     assert row["num_lost"] == 0
     sizes = agents.make_parser().parse_args(["url", *SIZES.split()])
     assert row["num_requests"] == write_sessions(tmp_path / "sessions.jsonl", sizes, 2)
-    program, variables = find_program("aiperf")
     words = f"""profile --url {server.url} --model pico --tokenizer {MODEL} --use-server-token-count --streaming
         --endpoint-type chat --input-file {tmp_path}/sessions.jsonl --custom-dataset-type multi_turn
         --dataset-sampling-strategy sequential --conversation-num 4 --concurrency 2
         --extra-inputs ignore_eos:true temperature:0 --ui none""".split()
-    run = subprocess.run(
-        [*program, *words],
-        env={**environment(), **variables},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    run_generator("aiperf", words, tmp_path)
     theirs = [after - start for after, start in zip(counts(server), between, strict=True)]
     assert theirs == ours
