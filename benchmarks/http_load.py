@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-import h11
-
 from benchmarks.load import Load
 from dcpmla.bench.results import Row
 
@@ -25,8 +23,10 @@ class Answer:
 
     Attributes:
         first_token_time: Time of the first token, or None.
-        token_times: Times of tokens whose ids the server shows (`return_token_ids`).
-        num_tokens: New tokens, as the server counts them.
+        token_times: Times of tokens whose ids or number the server shows while they come (`return_token_ids`,
+            `continuous_usage_stats`).
+        num_tokens, num_prompt_tokens: New tokens and those of the prompt, as the server counts them.
+        token_ids, text: New tokens, if the server shows their ids, and the text of a chat's answer.
         error: Reason why it is lost; "" for a whole answer.
     """
 
@@ -34,8 +34,11 @@ class Answer:
     first_token_time: float | None = None
     finish_time: float = 0.0
     num_tokens: int = 0
+    num_prompt_tokens: int = 0
     error: str = ""
     token_times: list[float] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
 
 
 def drive(url: str, load: Load, api_key: str | None, fields: Mapping[str, Any] | None = None) -> list[Answer]:
@@ -75,61 +78,78 @@ async def _ask(
     answer = Answer(arrival_time)
     body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     content = json.dumps({**body, "stream_options": {"include_usage": True}, **fields}).encode()
-    try:
-        async for line in _lines(url, api_key, content):
-            if line.startswith(b"data: {"):
-                _take(answer, json.loads(line[6:]), time.perf_counter() - started)
-    except (OSError, ValueError, h11.RemoteProtocolError) as error:
-        answer.error = str(error) or type(error).__name__
+    await read_answer(answer, f"{url}/v1/completions", api_key, content, started)
     if not answer.error and answer.num_tokens != num_tokens:
         answer.error = f"{answer.num_tokens} of {num_tokens} tokens"
-    answer.finish_time = time.perf_counter() - started
     return answer
+
+
+async def read_answer(answer: Answer, url: str, api_key: str | None, content: bytes, started: float) -> None:
+    """Send a body whose answer is streamed, and read the answer to its end.
+
+    Args:
+        url: Address of the route.
+        started: Clock's reading (`time.perf_counter`) at the load's beginning.
+    """
+    try:
+        async for line in _lines(url, api_key, content):
+            now = time.perf_counter() - started  # A first event may have a long prompt, which is parsed afterwards.
+            if line.startswith(b"data: {"):
+                _take(answer, json.loads(line[6:]), now)
+    except (OSError, ValueError, EOFError) as error:
+        answer.error = str(error) or type(error).__name__
+    answer.finish_time = time.perf_counter() - started
 
 
 def _take(answer: Answer, event: Row, now: float) -> None:
     """Take an event of a stream."""
     if error := event.get("error"):
         answer.error = str(error.get("message", error) if isinstance(error, dict) else error)
-    if event.get("choices") and answer.first_token_time is None:
-        answer.first_token_time = now
+    usage = event.get("usage") or {}
     for choice in event.get("choices") or ():
-        answer.token_times += [now] * len(choice.get("token_ids") or ())
-    if event.get("usage"):
-        answer.num_tokens = event["usage"]["completion_tokens"]
+        delta = choice.get("delta")  # A chat's first one may have its role alone.
+        has_token = delta is None or any(value for name, value in delta.items() if name != "role")
+        if answer.first_token_time is None and (has_token or usage.get("completion_tokens")):
+            answer.first_token_time = now
+        answer.token_ids += choice.get("token_ids") or ()
+        answer.text += (delta or {}).get("content") or ""
+        num_tokens = usage.get("completion_tokens", len(answer.token_ids))
+        answer.token_times += [now] * (num_tokens - len(answer.token_times))
+    if usage:
+        answer.num_tokens, answer.num_prompt_tokens = usage["completion_tokens"], usage["prompt_tokens"]
 
 
 async def _lines(url: str, api_key: str | None, content: bytes) -> AsyncIterator[bytes]:
-    """Yield the lines of an answer.
+    """Yield the lines of the answer to a body, read with the standard library alone.
 
     Raises:
         ValueError: A status that is not 200, with the body.
+        EOFError: The connection ends early.
     """
     address = urlsplit(url)
     opening = asyncio.open_connection(address.hostname, address.port or 80)
     reader, writer = await asyncio.wait_for(opening, _CONNECT_SECONDS)
     try:
-        connection, line_start, status = h11.Connection(h11.CLIENT), b"", 200
-        headers = [("Host", address.netloc), ("Content-Length", str(len(content)))]
-        headers += [] if api_key is None else [("Authorization", f"Bearer {api_key}")]
-        target = f"{address.path.rstrip('/')}/v1/completions"
-        for part in (
-            h11.Request(method="POST", target=target, headers=headers),
-            h11.Data(content),
-            h11.EndOfMessage(),
-        ):
-            writer.write(connection.send(part) or b"")
-        while not isinstance(event := connection.next_event(), h11.EndOfMessage):
-            match event:
-                case h11.Response():
-                    status = event.status_code
-                case h11.Data():
-                    *lines, line_start = (line_start + event.data).split(b"\n")
-                    for line in lines if status == 200 else ():
-                        yield line
-                case _:
-                    connection.receive_data(await reader.read(_READ_BYTES))
+        head = [f"POST {address.path} HTTP/1.1", f"Host: {address.netloc}", "Connection: close"]
+        head += ["Content-Type: application/json", f"Content-Length: {len(content)}"]
+        head += [] if api_key is None else [f"Authorization: Bearer {api_key}"]
+        writer.writelines(["\r\n".join([*head, "", ""]).encode(), content])
+        status, is_chunked, line_start = int((await reader.readuntil(b"\r\n")).split()[1]), False, b""
+        while header := (await reader.readuntil(b"\r\n")).strip().lower():
+            is_chunked |= header.startswith(b"transfer-encoding:") and b"chunked" in header
+        async for part in _parts(reader, is_chunked):
+            *lines, line_start = (line_start + part).split(b"\n")
+            for line in lines if status == 200 else ():
+                yield line
         if status != 200:
             raise ValueError(f"status {status}: {line_start.decode(errors='replace')[:200]}")
     finally:
         writer.close()
+
+
+async def _parts(reader: asyncio.StreamReader, is_chunked: bool) -> AsyncIterator[bytes]:
+    """Yield the parts of a body, which ends with its last chunk, or with the connection."""
+    while is_chunked and (size := int(await reader.readuntil(b"\r\n"), 16)):
+        yield (await reader.readexactly(size + 2))[:-2]
+    while not is_chunked and (part := await reader.read(_READ_BYTES)):
+        yield part

@@ -33,7 +33,9 @@ _NAMES = """
     request_rate seconds *_per_second
     queue_seconds_* time_to_first_token_* time_per_token_* end_to_end_seconds_* inter_token_*
     kv_cache_bytes_per_rank kv_tokens_total num_fit_mean num_fit_largest max_num_running
-    num_preemptions num_lost num_cached_tokens servers source scaled_time_to_first_token num_conversations
+    num_preemptions num_lost num_cached_tokens servers source scaled_time_to_first_token
+    label concurrency num_gpus num_waiting num_new_tokens total_tokens_per_second_per_gpu gpu_hit_rate host_hit_rate
+    ttft_bound is_within_bound num_conversations
     num_prompt_tokens num_prompts accuracy tokens_as_* logits_from_* unsharded_bf16_*
 """
 FIELDS = _NAMES.split()

@@ -135,6 +135,9 @@ class BlockAllocator:
         self.num_remembered += 1
         return True
 
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._by_key
+
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """Return the remembered blocks of a sequence, up to the first key without one."""
         blocks: list[int] = []

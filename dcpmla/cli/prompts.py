@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from dcpmla.fields import is_whole
-from dcpmla.runtime.admission import check_prompt
+from dcpmla.runtime.prompts import check_prompt
 from dcpmla.runtime.sampling import SamplingParams
 
 if TYPE_CHECKING:

@@ -1,9 +1,8 @@
-"""Prompts are checked, and requests wait until they are due and their grammars are compiled."""
+"""Requests wait until they are due and their grammars are compiled."""
 
 import math
 from bisect import bisect_right, insort
-from collections.abc import Sequence
-from operator import attrgetter, index
+from operator import attrgetter
 
 from dcpmla.runtime.grammars import Grammars
 from dcpmla.runtime.request import Request
@@ -59,27 +58,3 @@ class Arrivals:
         for request in due:
             request.arrival_time = now if request.arrival_time == NOW else request.arrival_time
         return due
-
-
-def check_prompt(name: str, token_ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
-    """Raise ValueError, with the prompt's name, unless a model can continue it."""
-    if not token_ids:
-        raise ValueError(f"{name} is empty; a prompt needs at least one token")
-    outside = [token for token in token_ids if not 0 <= token < vocab_size]
-    if outside:
-        raise ValueError(f"{name} has token id {outside[0]}; the model's vocabulary is [0, {vocab_size})")
-    if len(token_ids) >= max_model_len:
-        raise ValueError(
-            f"{name} has {len(token_ids)} tokens; with --max-model-len {max_model_len} at most {max_model_len - 1} "
-            "leave room for a new one"
-        )
-
-
-def whole_numbers(prompt: Sequence[int]) -> list[int]:
-    """Return a prompt's token ids as ints; ValueError for anything else."""
-    try:
-        if any(isinstance(token, bool) for token in prompt):
-            raise TypeError("'bool' object is no token id")
-        return [index(token) for token in prompt]
-    except TypeError as error:
-        raise ValueError(f"prompt must be a text or token ids, whole numbers ({error})") from error

@@ -13,7 +13,7 @@ from dcpmla.cache.layers import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.fields import Flag, Rule, check_fields, is_number, is_whole, option_label, optional, rules_of, whole
 from dcpmla.parallel.mesh import DCPMesh
-from dcpmla.runtime.admission import NOW, Arrivals, check_prompt, whole_numbers
+from dcpmla.runtime.admission import NOW, Arrivals
 from dcpmla.runtime.agreement import Agreed, Agreement, News
 from dcpmla.runtime.drafts import Drafter
 from dcpmla.runtime.endings import StopStrings, failure
@@ -23,6 +23,7 @@ from dcpmla.runtime.handoffs import Handoffs
 from dcpmla.runtime.in_flight import InFlightStep, StepEvents
 from dcpmla.runtime.model import Model
 from dcpmla.runtime.offload import Offload
+from dcpmla.runtime.prompts import check_prompt, whole_numbers
 from dcpmla.runtime.request import Prompt, Request, TokenLogprobs
 from dcpmla.runtime.runner import StepRunner, reads_between_graphs
 from dcpmla.runtime.sampling import SamplingParams

@@ -2,6 +2,7 @@
 
 import hashlib
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -37,7 +38,7 @@ class Prompt(NamedTuple):
         block_keys: Known keys of its full blocks.
     """
 
-    token_ids: list[int]
+    token_ids: Sequence[int]
     cache_salt: str
     block_keys: list[bytes]
 
@@ -82,7 +83,7 @@ class Request:
         acceptance: Acceptance of its drafts.
     """
 
-    prompt_token_ids: list[int]
+    prompt_token_ids: Sequence[int]
     params: SamplingParams
     request_id: str | int = 0
     arrival_time: float = 0.0
@@ -255,7 +256,8 @@ class Request:
     def tokens(self, start: int, end: int) -> list[int]:
         """Return the known tokens at positions [start, end), of the prompt and then new ones."""
         num_prompt = len(self.prompt_token_ids)
-        return self.prompt_token_ids[start:end] + self.token_ids[max(0, start - num_prompt) : max(0, end - num_prompt)]
+        new = self.token_ids[max(0, start - num_prompt) : max(0, end - num_prompt)]
+        return [*self.prompt_token_ids[start:end], *new]
 
     def block_keys(self, start: int, end: int, block_tokens: int) -> list[bytes]:
         """Return the keys of the full blocks [start, end), whose tokens are known. Each block is hashed once."""
@@ -263,12 +265,12 @@ class Request:
         num_prompt = len(self.prompt_token_ids) // block_tokens
         for block in range(len(keys) + len(new), end):
             previous = (new or keys or [salt_key(self.cache_salt)])[-1]
-            tokens = self.tokens(block * block_tokens, (block + 1) * block_tokens)
+            first, last = block * block_tokens, (block + 1) * block_tokens
             if block < num_prompt:
-                keys.append(block_key(previous, tokens))
+                keys.append(block_key(previous, self.prompt_token_ids[first:last]))
             else:
                 num_given = max(0, len(self.prompt_token_ids) - block * block_tokens) if self.has_forms else None
-                new.append(block_key(previous, tokens, num_given))
+                new.append(block_key(previous, self.tokens(first, last), num_given))
         return keys[start:end] + new[max(0, start - num_prompt) : max(0, end - num_prompt)]
 
     def append(self, token_id: int, eos_token_ids: frozenset[int]) -> None:

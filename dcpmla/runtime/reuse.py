@@ -191,6 +191,16 @@ class PrefixReuse:
         if self._forks is not None:
             self._forks.remove(request)
 
+    def has_most(self, request: Request) -> bool:
+        """Return whether the cache or host memory has more than half of a prompt's full blocks, by the block in the
+        middle: the end of a sequence is evicted before its beginning.
+        """
+        num_blocks = (len(request.prompt_token_ids) - 1) // self._block_tokens
+        if not self.is_enabled or request.is_scored or not num_blocks:
+            return False
+        (key,) = request.block_keys(num_blocks // 2, num_blocks // 2 + 1, self._block_tokens)
+        return key in self._allocator or key in self._tier.blocks
+
     def find(self, request: Request) -> Found:
         """Return the blocks that a request can reuse, and in a cache with states the state after them."""
         # The last token is always computed, because its logits are needed, and so is a scored prompt.

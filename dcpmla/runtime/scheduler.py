@@ -19,6 +19,7 @@ from dcpmla.runtime.pieces import PieceSizes, Room
 from dcpmla.runtime.progress import Loading
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.reuse import Found, PrefixReuse
+from dcpmla.runtime.waiting import put_cached_first
 
 # Tokens that a prompt may lack without another job's help: a step hardly takes longer with them.
 _SHORT_TOKENS = 64
@@ -27,6 +28,7 @@ _SHORT_TOKENS = 64
 class Scheduler:
     """Continuous batching: decodes first, then prompts in chunks, first come, first served, with exceptions.
 
+    Requests whose prompts are short or mostly in the cache go first (`put_cached_first`).
     A request waits for blocks that a running one will compute (`ComingBlocks`) or that are read from disks
     (`DiskReads`), and a prompt with log probabilities waits for room among the scored tokens of a step (`Batch.room`).
     Other requests pass them in the queue.
@@ -250,9 +252,9 @@ class Scheduler:
                 self._add_piece(batch, request)
 
     def _admit(self, batch: Batch, prefills: Sequence[Request], now: float, agreed_now: float) -> None:
-        coming = self.reuse.coming_blocks(prefills)
-        passed: list[Request] = []
-        num_held = 0
+        if len(self.waiting) > 1:
+            put_cached_first(self.waiting, self.reuse, agreed_now)
+        coming, passed, num_held = self.reuse.coming_blocks(prefills), list[Request](), 0
         while self.waiting and batch.budget and batch.room_us > 0 and len(self.running) < self.max_num_seqs > num_held:
             request = self.waiting[0]
             has_room = batch.room(request) > 0

@@ -1,5 +1,6 @@
 """Answers in OpenAI's shape of completions, whole and in chunks."""
 
+from array import array
 from dataclasses import replace
 from functools import cached_property
 
@@ -39,7 +40,7 @@ class Answers(Reply):
 
     def drop_prompts(self) -> None:
         for number, prompt in enumerate(self.prompts):
-            token_ids = prompt.token_ids if self.body.return_token_ids else []
+            token_ids = prompt.token_ids if self.body.return_token_ids else array("i")
             text = prompt.text if self.body.echoes else ""
             self.prompts[number] = replace(prompt, token_ids=token_ids, text=text)
 
@@ -101,7 +102,7 @@ class Answers(Reply):
         """Return fields of a choice's prompt."""
         extras: Json = {}
         if self.body.return_token_ids:
-            extras["prompt_token_ids"] = self.prompts[index // self.num_choices].token_ids
+            extras["prompt_token_ids"] = list(self.prompts[index // self.num_choices].token_ids)
         if self.body.prompt_logprobs is not None:
             extras["prompt_logprobs"] = Each(self._ranked, output.prompt_logprobs)
         return extras

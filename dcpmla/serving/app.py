@@ -1,6 +1,7 @@
 """The HTTP API: its routes over an engine."""
 
 import time
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
@@ -148,11 +149,11 @@ class Api:
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of a text, or of a conversation."""
         async with self._receiver.body(request, TokenizeBody) as body:
-            tokens = await under(request, self._tokens(body))
+            tokens = (await under(request, self._tokens(body))).tolist()
         longest = self._engine.ready().model.max_model_len
         return WholeAnswer({"count": len(tokens), "max_model_len": longest, "tokens": tokens})
 
-    async def _tokens(self, body: TokenizeBody) -> list[int]:
+    async def _tokens(self, body: TokenizeBody) -> "array[int]":
         texts, adds_special = self._texts(body.model), bool(body.add_special_tokens)
         if body.messages is None:
             return await texts.encode([body.prompt or ""], body.add_special_tokens is not False)

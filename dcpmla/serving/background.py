@@ -15,6 +15,7 @@ from typing import Any, Self
 from dcpmla.extras import missing
 from dcpmla.integrations.tokenizer import load_tokenizer
 from dcpmla.serving.messages import Started
+from dcpmla.serving.pieces import Borders
 from dcpmla.serving.template import Template
 from dcpmla.serving.worker import Allowance, Permits, Worker
 
@@ -27,6 +28,7 @@ class Prepared:
 
     Attributes:
         tokenizer: Tokenizer of transformers; None where it does not load, for the reason no_tokenizer.
+        borders: Control tokens at which texts are divided.
         vocabulary: Vocabulary of the tokenizer as grammars need it; None until it is read, in the worker alone.
     """
 
@@ -34,6 +36,7 @@ class Prepared:
         self.model, self.tokenizer, self.no_tokenizer = model, tokenizer, no_tokenizer
         self.vocabulary: Any = None
         self._templates = dict[str | None, Template]()
+        self.borders = Borders(tokenizer)
 
     def template(self, given: str | None) -> Template:
         """Return the template of conversations; `given` is a text in place of the tokenizer's."""
@@ -54,7 +57,9 @@ class Prepared:
 def prepare(model: Started) -> Prepared:
     """Load a model's tokenizer, and read its vocabulary, in the process that works for this one."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # Its children are forks, which threads do not survive.
-    return Prepared(model, *load_tokenizer(Path(model.directory))).read_vocabulary()
+    prepared = Prepared(model, *load_tokenizer(Path(model.directory))).read_vocabulary()
+    prepared.template(None).compile()
+    return prepared
 
 
 class Background:

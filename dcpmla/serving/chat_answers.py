@@ -24,7 +24,7 @@ class ChatAnswers(Answers):
         begun = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         chunks = [self._chunk_of({"index": index, **begun}) for index in range(self.num_choices)]
         if self.body.return_token_ids:
-            chunks[0]["prompt_token_ids"] = self.prompts[0].token_ids
+            chunks[0]["prompt_token_ids"] = list(self.prompts[0].token_ids)
         return chunks
 
     def _said(self, index: int, output: Output, is_chunk: bool) -> Json:

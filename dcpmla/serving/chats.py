@@ -1,5 +1,6 @@
 """Chats of one model: conversations -> prompts, and readers of its answers."""
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -76,30 +77,32 @@ class Chats:
         Raises:
             ApiError: No template, a template that refuses the messages, a conversation that is too long.
         """
-        pieces = await self._pieces(conversation)
+        pieces = await self._pieces(conversation, add_special_tokens)
         prompt, text = await self._texts.encoded(pieces, add_special_tokens, num_kept), "".join(pieces)
         in_reasoning = self._opens_reasoning(text, conversation.continue_final_message)
         may_reason = not in_reasoning and self._may_reason(text, conversation)
         return replace(prompt, in_reasoning=in_reasoning, may_reason=may_reason)
 
-    async def tokens(self, conversation: Conversation, add_special_tokens: bool = False) -> list[int]:
+    async def tokens(self, conversation: Conversation, add_special_tokens: bool = False) -> "array[int]":
         """Return the tokens of the prompt that `prompt` makes, also of one that is too long for the model.
 
         Raises:
             ApiError: No template, or a template that refuses the messages.
         """
-        return await self._texts.encode(await self._pieces(conversation), add_special_tokens)
+        return await self._texts.encode(await self._pieces(conversation, add_special_tokens), add_special_tokens)
 
-    async def _pieces(self, conversation: Conversation) -> list[str]:
-        """Return a conversation's text in pieces, which have no token in common."""
+    async def _pieces(self, conversation: Conversation, add_special_tokens: bool) -> list[str]:
+        """Return a conversation's text in pieces, which have no token in common: at cuts and, unless special tokens
+        are added to a piece, at borders.
+        """
         if conversation.tool_use.tools and self._call_format is None:
             raise ApiError(400, "tools need --tool-call-parser: the model's format is unknown", param="tools")
         conversation = replace(conversation, defaults=self._variables)
         self._template.check(conversation, self._texts.tokenizer)
-        return (await self._rendered(conversation)).split(CUT)
+        return await self._rendered(conversation, not add_special_tokens)
 
-    async def _rendered(self, conversation: Conversation) -> str:
-        """Return a conversation's text, with cuts.
+    async def _rendered(self, conversation: Conversation, has_borders: bool) -> list[str]:
+        """Return the pieces of a conversation's text.
 
         Templates that join texts message by message take a time that grows with the product of both.
         """
@@ -107,12 +110,13 @@ class Chats:
         work = size * max(1, len(conversation.messages) // _SMALL_NUMBER)
         allowance = Allowance(cpu_seconds=0.5 + size / _RENDERED, answer_bytes=16 * size + (1 << 20))
         try:
-            text, fault = await self._background.run(work, allowance, _render, self._given_template, conversation)
+            args = self._given_template, conversation, has_borders
+            pieces, fault = await self._background.run(work, allowance, _render, *args)
         except LimitError as error:
             raise ApiError(400, f"messages: {error} in the chat template", param="messages") from error
         if fault:
             raise ApiError(400, f"the chat template refuses the messages: {fault}", param="messages")
-        return str(text)
+        return list(pieces)
 
     def reader(self, conversation: Conversation, prompt: Prompt, skip_special_tokens: bool) -> AnswerReader:
         """Return the reader of an answer to a prompt.
@@ -165,11 +169,14 @@ class Chats:
         ]
 
 
-def _render(prepared: Prepared, given: str | None, conversation: Conversation) -> tuple[str, str]:
-    """Return the text of a conversation, and the fault that its template finds in it."""
+def _render(
+    prepared: Prepared, given: str | None, conversation: Conversation, has_borders: bool
+) -> tuple[list[str], str]:
+    """Return the pieces of a conversation's text, and the fault that its template finds in it."""
     try:
         text = prepared.template(given).render(conversation)
         text.encode()  # JSON of arguments may have half of a surrogate pair, which no tokenizer takes.
-        return text, ""
     except Exception as error:  # whatever a template runs into with this client's messages
-        return "", str(error) or repr(error)
+        return [], str(error) or repr(error)
+    pieces = text.split(CUT)
+    return [part for piece in pieces for part in prepared.borders.split(piece)] if has_borders else pieces, ""

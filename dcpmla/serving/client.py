@@ -34,6 +34,7 @@ from dcpmla.serving.messages import (
     Wanted,
     joined,
     merged,
+    pack_tokens,
     unpack,
 )
 from dcpmla.serving.metrics import Metrics, Timings
@@ -142,7 +143,7 @@ class Engine:
 
     def submit(
         self,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         seconds: float,
         *,
@@ -179,7 +180,7 @@ class Engine:
                 own, seeds = replace(own, stop=()), [params.seed]
             if prepared.tokenizer is not None:
                 generation.texts |= {each: RequestText(prepared.tokenizer, own, prompt) for each in request_ids}
-            self.outbox.submit(Submit(request_ids, seeds, prompt, own, cache_salt, move))
+            self.outbox.submit(Submit(request_ids, seeds, pack_tokens(prompt), own, cache_salt, move))
             generation.timings.num_prompt_tokens |= dict.fromkeys(request_ids, len(prompt))
         return generation
 

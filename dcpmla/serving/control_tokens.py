@@ -21,7 +21,7 @@ class ControlTokens:
     def __init__(self, tokenizer: Any) -> None:
         added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
         words = [word for word in added if len(word) > 2 and (word[0], word[-1]) in (("<", ">"), ("[", "]"))]
-        self._pattern = re.compile(_pattern_of(words)) if words else None
+        self._pattern = re.compile(pattern_of(words)) if words else None
 
     def cut(self, messages: Sequence[Json]) -> list[Json]:
         """Return messages with `CUT` after the first character of each control token in contents of users and tools.
@@ -40,10 +40,12 @@ class ControlTokens:
         return {**message, "content": text}
 
 
-def _pattern_of(words: Sequence[str]) -> str:
-    """Return a regular expression of words. A tree of their letters, because trying all words one by one is slow."""
+def pattern_of(words: Sequence[str]) -> str:
+    """Return a regular expression of words, of which it finds the longest: a tree of their letters, because trying all
+    words one by one is slow.
+    """
     groups = groupby(sorted(filter(None, words)), key=lambda word: word[0])
-    branches = [re.escape(first) + _pattern_of([word[1:] for word in group]) for first, group in groups]
+    branches = [re.escape(first) + pattern_of([word[1:] for word in group]) for first, group in groups]
     if len(branches) == 1 and "" not in words:
         return branches[0]
     return f"(?:{'|'.join(branches)}){'?' if '' in words else ''}" if branches else ""

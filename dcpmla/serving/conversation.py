@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import Field
 
 from dcpmla.serving.errors import ApiError, wrong
@@ -45,8 +46,8 @@ class Conversation:
 
     @property
     def num_characters(self) -> int:
-        """Return the number of characters of all messages, tools and variables as JSON."""
-        return len(json.dumps([self.messages, [*self.tool_use.tools], {**self.variables}], ensure_ascii=False))
+        """Return a bound of the characters of all messages, tools and variables: the bytes of their JSON."""
+        return len(msgspec.json.encode([self.messages, [*self.tool_use.tools], self.variables]))
 
     @property
     def num_calls(self) -> int:

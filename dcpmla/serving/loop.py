@@ -15,6 +15,7 @@ from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.in_flight import StepEvents
 from dcpmla.runtime.request import Request, TokenLogprobs
 from dcpmla.serving.frontend import Frontend
+from dcpmla.serving.known_prompts import KnownPrompts
 from dcpmla.serving.messages import (
     Abort,
     Close,
@@ -32,7 +33,9 @@ from dcpmla.serving.messages import (
     Stopped,
     Submit,
     Wanted,
+    pack_tokens,
     unpack_commands,
+    unpack_tokens,
 )
 from dcpmla.transfer.transport import Peer
 
@@ -58,6 +61,7 @@ class ServingLoop:
             engine.allocator.events = []
         engine.stops = None  # The HTTP process makes all texts, and finds stop strings in them.
         self._requests: dict[int, Request] = {}
+        self._known = KnownPrompts(engine.allocator.block_tokens)
         self._outputs: list[Output] = []
         self._num_sent = dict[int, int]()  # new tokens of each request that the HTTP process knows
         self._told = threading.Event()  # set by a signal to this rank
@@ -95,7 +99,8 @@ class ServingLoop:
                 self._collect(request)
             for request in events.wanted:
                 request_id, params = int(request.request_id), request.params
-                self._frontend.send(Wanted(request_id, request.prompt_token_ids, params, request.cache_salt))
+                prompt = pack_tokens(request.prompt_token_ids)
+                self._frontend.send(Wanted(request_id, prompt, params, request.cache_salt))
         for request in events.finished:
             self._forget(int(request.request_id))
             if request.error is not None:
@@ -159,7 +164,8 @@ class ServingLoop:
     def _submit(self, command: Submit) -> None:
         """Add a request for each choice, each with its own seed: all requests, or none."""
         try:
-            prompt = self._engine.prompt(command.prompt_token_ids, command.cache_salt)
+            prompt = self._engine.prompt(unpack_tokens(command.prompt), command.cache_salt)
+            self._known.add(prompt)
             for request_id, seed in zip(command.request_ids, command.seeds, strict=True):
                 self._requests[request_id] = request = self._engine.add(
                     prompt,

@@ -9,11 +9,10 @@ from uuid import uuid4
 
 import httpx2
 import msgspec
-import numpy as np
 
 from dcpmla.runtime.request import TokenLogprobs
 from dcpmla.serving.client import Engine
-from dcpmla.serving.messages import Connect, Disconnect, First, Lose, Pull, Wanted
+from dcpmla.serving.messages import Connect, Disconnect, First, Lose, Pull, Wanted, pack_tokens, unpack_tokens
 
 LOST = 15.0  # seconds without an answer of /health after which a server counts as lost
 _PERIOD = 3.0  # seconds between two questions for its health
@@ -84,7 +83,7 @@ class PrefillServer:
         body = {
             "handoff": handoff,
             "engine": own.engine,
-            "prompt_token_ids": request.prompt_token_ids,
+            "prompt_token_ids": unpack_tokens(request.prompt).tolist(),
             "params": request.params,
             "cache_salt": request.cache_salt or None,
         }
@@ -199,7 +198,7 @@ class Prefills:
         ready = [server for server in self.servers if server.is_ready and server.url not in tried]
         if not ready:
             return None
-        beginning = np.asarray(request.prompt_token_ids[:_BEGINNING], dtype="<i4").tobytes()
+        beginning = pack_tokens(unpack_tokens(request.prompt)[:_BEGINNING])
         key = sha256(request.cache_salt.encode(errors="backslashreplace") + b"\0" + beginning).digest()
         # The rank of a server does not depend on the others, so most beginnings keep theirs when one is lost.
         preferred = max(ready, key=lambda server: sha256(key + server.url.encode()).digest())

@@ -1,14 +1,16 @@
 """Prompts of API requests -> token ids, and back: the tokenizer, off the event loop."""
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from dcpmla.runtime.admission import check_prompt
+from dcpmla.runtime.prompts import check_prompt
 from dcpmla.serving.background import Background, Prepared
 from dcpmla.serving.errors import ApiError
 from dcpmla.serving.messages import Started
+from dcpmla.serving.pieces import KnownPieces
 from dcpmla.serving.worker import Allowance, LimitError
 from dcpmla.text.token_bytes import bytes_of, offsets_of, unfinished_end
 
@@ -23,13 +25,14 @@ class Prompt:
     """A prompt that the model can continue.
 
     Attributes:
+        token_ids: int32.
         text: Text of the request, or the whole characters of its tokens.
         offsets: Index of each token's first character in the text; empty unless the text is wanted.
         in_reasoning: Whether the prompt opens the reasoning, so that the answer begins inside it.
         may_reason: Whether the answer may open a reasoning itself.
     """
 
-    token_ids: list[int]
+    token_ids: "array[int]"
     text: str
     offsets: Sequence[int] = ()
     in_reasoning: bool = False
@@ -46,6 +49,7 @@ class Texts:
     def __init__(self, background: Background) -> None:
         self._background, self._model = background, background.prepared.model
         self._tokens: dict[int, str] = {}
+        self._known = KnownPieces()
 
     @property
     def tokenizer(self) -> Any:
@@ -73,7 +77,7 @@ class Texts:
         if not wants_text:
             return prompt
         size = max(len(prompt.text), _DECODED * len(prompt.token_ids))
-        args = prompt.token_ids, prompt.text, add_special_tokens
+        args = prompt.token_ids.tolist(), prompt.text, add_special_tokens
         text, offsets = await self._run("prompt", size, _with_offsets, *args)
         return Prompt(prompt.token_ids, text, offsets)
 
@@ -98,8 +102,9 @@ class Texts:
         """
         return self._checked(await self.encode(pieces, add_special_tokens), "".join(pieces), num_kept)
 
-    async def encode(self, pieces: Sequence[str], add_special_tokens: bool = True) -> list[int]:
-        """Return the tokens of a text in pieces.
+    async def encode(self, pieces: Sequence[str], add_special_tokens: bool = True) -> "array[int]":
+        """Return the tokens of a text in pieces, int32. If no special tokens are added, pieces that were seen before
+        are not tokenized again.
 
         Raises:
             ApiError: The text is too long for any vocabulary.
@@ -108,7 +113,15 @@ class Texts:
         length = sum(map(len, pieces))
         if length > longest:
             raise _too_long(f"{length} characters > {longest} maximum")
-        token_ids: list[int] = await self._run("prompt", length, _encode, pieces, add_special_tokens)
+        if add_special_tokens or len(pieces) == 1:
+            return array("i", await self._run("prompt", length, _encode, pieces, add_special_tokens))
+        known = self._known.find(pieces)
+        new = [piece for piece in dict.fromkeys(pieces) if piece not in known]
+        encoded = await self._run("prompt", sum(map(len, new)), _encode_each, new) if new else []
+        known |= {piece: self._known.add(piece, tokens) for piece, tokens in zip(new, encoded, strict=True)}
+        token_ids = array("i")
+        for piece in pieces:
+            token_ids += known[piece]
         return token_ids
 
     async def decode(self, token_ids: list[int]) -> str:
@@ -136,11 +149,11 @@ class Texts:
             self._tokens[token_id] = text
         return self._tokens[token_id]
 
-    def _checked(self, token_ids: list[int], text: str, num_kept: int | None) -> Prompt:
+    def _checked(self, token_ids: "list[int] | array[int]", text: str, num_kept: int | None) -> Prompt:
         if num_kept is not None and len(token_ids) > num_kept:
             token_ids, text = token_ids[-num_kept:], ""
         check_tokens(self._model, token_ids)
-        return Prompt(token_ids, text)
+        return Prompt(array("i", token_ids), text)
 
 
 def check_tokens(model: Started, token_ids: Sequence[int]) -> None:
@@ -159,6 +172,10 @@ def _too_long(words: str) -> ApiError:
     Anthropic's API, and then shorten the conversation.
     """
     return ApiError(400, f"prompt is too long: {words}", param="prompt", code="context_length_exceeded")
+
+
+def _encode_each(prepared: Prepared, pieces: Sequence[str]) -> list[list[int]]:
+    return [_encode(prepared, [piece], add_special_tokens=False) for piece in pieces]
 
 
 def _encode(prepared: Prepared, pieces: Sequence[str], add_special_tokens: bool) -> list[int]:

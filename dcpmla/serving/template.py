@@ -95,6 +95,11 @@ class Template:
                 raise
             return self._apply(alternating, tools, **arguments, **variables)
 
+    def compile(self) -> None:
+        """Compile the template, so that forks of this process find it compiled."""
+        if self._tokenizer is not None and self.text:
+            _ = self._control_tokens, self._takes_texts
+
     @cached_property
     def _control_tokens(self) -> ControlTokens:
         return ControlTokens(self._tokenizer)

@@ -5,7 +5,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -54,25 +54,24 @@ def find_program(name: str) -> tuple[list[str], Mapping[str, str]]:
     pytest.skip(f"{name} is not installed")
 
 
+def run_generator(name: str, words: Sequence[str], directory: Path) -> None:
+    """Run a load generator in a directory; skip the test where it cannot be had."""
+    program, variables = find_program(name)
+    env = {**environment(), **variables}
+    run = subprocess.run([*program, *words], env=env, cwd=directory, capture_output=True, text=True, timeout=400)
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+
+
 def test_the_page_has_four() -> None:
     assert COMMANDS.keys() == {"aiperf", "guidellm", "genai-bench", "vllm"}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_load_generator_measures_the_server(name: str, server: RunningServer, tmp_path: Path) -> None:
-    program, variables = find_program(name)
     words = [word.replace("examples/chat/model", str(MODEL)) for word in COMMANDS[name][1:]]
     words = [word.replace("http://127.0.0.1:8000", server.url) for word in words]
     whole = 'requests_total{finish_reason="length"}'
     before = server.metric(whole)
-    run = subprocess.run(
-        [*program, *words],
-        env={**environment(), **variables},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    run_generator(name, words, tmp_path)
     assert server.metric(whole) - before >= 16  # genai-bench gives up what else it has begun
     assert server.metric("refused_requests_total{") == 0

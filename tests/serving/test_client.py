@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+from array import array
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from dcpmla.serving.messages import (
     Submit,
     merged,
     pack,
+    pack_tokens,
 )
 from dcpmla.serving.settings import Settings
 from dcpmla.serving.worker import Worker
@@ -62,7 +64,7 @@ async def test_a_request_past_its_deadline_is_aborted() -> None:
     ):
         await anext(generation.outputs())
     assert error.value.status == 504
-    assert wire.commands == [Submit([0], [0], [1, 2], SamplingParams()), Abort([0])]
+    assert wire.commands == [Submit([0], [0], pack_tokens([1, 2]), SamplingParams()), Abort([0])]
     assert len(engine._open) == 0
 
 
@@ -83,8 +85,8 @@ def test_choices_are_one_submission_a_prompt() -> None:
     engine.submit([[1, 2], [3]], params, seconds=9, num_choices=2, cache_salt="own")
     seeds = [params.for_prompt(index).seed for index in range(4)]
     assert wire.commands == [
-        Submit([0, 1], seeds[:2], [1, 2], replace(params, max_new_tokens=48), "own"),
-        Submit([2, 3], seeds[2:], [3], replace(params, max_new_tokens=49), "own"),
+        Submit([0, 1], seeds[:2], pack_tokens([1, 2]), replace(params, max_new_tokens=48), "own"),
+        Submit([2, 3], seeds[2:], pack_tokens([3]), replace(params, max_new_tokens=49), "own"),
     ]
 
 
@@ -155,23 +157,27 @@ async def test_an_open_request_holds_no_copy_of_its_prompt(fields: dict[str, Any
     """Once it is sent: its answer may take minutes. All of it ends with its client."""
     engine, wire = make_engine(max_num_seqs=5, max_model_len=50_000, num_cache_tokens=50_000)
     app = make_api(engine).app()
-    num_before = num_long_lists(40_000)
+    num_before = num_prompts(40_000)
     client = Client(app, "/v1/completions", json.dumps({"prompt": [7] * 40_000, **fields}).encode())
     while not wire.commands:
         await asyncio.sleep(0.01)
-    assert [len(submitted.prompt_token_ids) for submitted in wire.commands] == [40_000]
+    assert [len(submitted.prompt) for submitted in wire.commands] == [4 * 40_000]
     wire.commands.clear()
     await asyncio.sleep(0.1)
     assert len(engine._open) == fields.get("n", 1)
-    assert num_long_lists(40_000) == num_before
+    assert num_prompts(40_000) == num_before
     await client.leave()
     assert wire.commands == [Abort([*range(fields.get("n", 1))])]
     assert len(engine._open) == 0
 
 
-def num_long_lists(length: int) -> int:
+def num_prompts(length: int) -> int:
+    """Return the number of lists of so many tokens, and of arrays and packed prompts that any object refers to."""
     gc.collect()
-    return sum(type(each) is list and len(each) == length for each in gc.get_objects())
+    objects = gc.get_objects()
+    held = {id(each): each for each in gc.get_referents(*objects) if isinstance(each, array | bytes)}
+    sizes = [len(each) * getattr(each, "itemsize", 1) for each in held.values()]
+    return sum(type(each) is list and len(each) == length for each in objects) + sizes.count(4 * length)
 
 
 def test_silence_is_not_health(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dcpmla.runtime.handoffs import prompt_digest
-from dcpmla.serving.messages import STAYS, Abort, Connect, Disconnect, Submit
+from dcpmla.serving.messages import STAYS, Abort, Connect, Disconnect, Submit, unpack_tokens
 from dcpmla.serving.prefills import Prefills
 from dcpmla.serving.transfer_fields import proof_of
 from tests.support.asgi import Client
@@ -149,7 +149,7 @@ async def test_a_prompt_is_computed_with_its_own_seed() -> None:
         answer = await http.post("/kv/prefill", json=prefill_body(cache_salt="s"))
         assert answer.json()["token"] == [7, -0.5, [[7, -0.5], [8, -9999.0]]]
     (submit,) = ranks.of(Submit)
-    assert (submit.prompt_token_ids, submit.seeds, submit.cache_salt) == (PROMPT, [(1 << 64) - 1], "s")
+    assert (unpack_tokens(submit.prompt).tolist(), submit.seeds, submit.cache_salt) == (PROMPT, [(1 << 64) - 1], "s")
     assert submit.move.handoff == "h"
     assert submit.params.temperature == 0.5
 

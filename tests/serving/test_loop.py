@@ -15,7 +15,7 @@ from dcpmla.runtime.logprobs import Logprobs
 from dcpmla.runtime.request import MAX_UNSEEN_TOKENS, Request
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving.loop import ServingLoop
-from dcpmla.serving.messages import LENGTH, Abort, Close, Command, Output, Report, Seen, Stop, Submit, pack
+from dcpmla.serving.messages import LENGTH, Abort, Close, Command, Output, Report, Seen, Stop, Submit, pack, pack_tokens
 from dcpmla.serving.reading import RequestText
 from tests.support.hash_model import BLOCK, HashModel, Letters, alone, alone_ignoring_eos, make_engine
 
@@ -52,7 +52,9 @@ class Frontend:
 
 
 def submit(request_ids: list[int], prompt: list[int], salt: str = "", **params: Any) -> Submit:
-    return Submit(request_ids, [0] * len(request_ids), prompt, SamplingParams(max_new_tokens=3, **params), salt)
+    return Submit(
+        request_ids, [0] * len(request_ids), pack_tokens(prompt), SamplingParams(max_new_tokens=3, **params), salt
+    )
 
 
 def run(engine: Engine, *steps: Sequence[Command]) -> Frontend:
@@ -205,7 +207,9 @@ def test_all_tokens_of_a_step_are_sent() -> None:
 
 
 def submit_long(request_id: int, prompt: list[int], num_new: int, **params: Any) -> Submit:
-    return Submit([request_id], [0], prompt, SamplingParams(max_new_tokens=num_new, ignore_eos=True, **params))
+    return Submit(
+        [request_id], [0], pack_tokens(prompt), SamplingParams(max_new_tokens=num_new, ignore_eos=True, **params)
+    )
 
 
 def test_a_request_waits_for_a_front_that_does_not_look_others_do_not() -> None:

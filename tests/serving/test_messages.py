@@ -24,6 +24,7 @@ from dcpmla.serving.messages import (
     Stop,
     Submit,
     pack,
+    pack_tokens,
     unpack,
     unpack_commands,
 )
@@ -55,7 +56,7 @@ def new_outbox() -> tuple[Outbox, bytearray]:
     return Outbox(writer), sent
 
 
-SUBMIT = Submit([4, 5], [1, (1 << 64) - 1], [0, (1 << 31) - 1, 7], PARAMS, "salt \u00fc\0")
+SUBMIT = Submit([4, 5], [1, (1 << 64) - 1], pack_tokens([0, (1 << 31) - 1, 7]), PARAMS, "salt \u00fc\0")
 
 st.register_type_strategy(CacheLayout, st.just(LAYOUT))
 st.register_type_strategy(
@@ -107,10 +108,10 @@ def test_any_report_is_read_as_it_was_sent(message: RanksMessage) -> None:
     assert repr(read) == repr(message)
 
 
-def test_a_prompt_has_five_bytes_a_token_however_many_choices_it_has() -> None:
-    prompt = list(range(100_000, 260_000))
+def test_a_prompt_has_four_bytes_a_token_however_many_choices_it_has() -> None:
+    prompt = pack_tokens(list(range(100_000, 260_000)))
     one, many = (len(pack(Submit([1] * n, [1 << 63] * n, prompt, PARAMS))) for n in (1, 128))
-    assert one < 5 * len(prompt) + 1000
+    assert one < 4 * 160_000 + 1000
     assert many < one + 128 * 30
 
 
@@ -126,8 +127,8 @@ def malformed() -> Iterator[tuple[bytes, str]]:
     yield forged(SUBMIT, params={**params, "temperature": -1}), "temperature"
     yield forged(SUBMIT, params={**params, "seed": 1 << 63, "min_tokens": 8}), "min_tokens is 8"
     yield forged(SUBMIT, params={**params, "grammar": {"kind": "code", "text": "a"}}), "grammar.kind"
-    yield forged(SUBMIT, prompt_token_ids=[1, "2"]), "Expected `int`, got `str`"
-    yield forged(SUBMIT, prompt_token_ids=[1, True]), "Expected `int`, got `bool`"
+    yield forged(SUBMIT, prompt=[1, 2]), "Expected `bytes`, got `array`"
+    yield forged(SUBMIT, prompt="text"), "Expected `bytes`, got `str`"
     yield forged(SUBMIT, move=["h", "engine"]), "move"
     yield forged(SUBMIT, more=1), "unknown field"
     yield forged(SUBMIT, type="System"), "Invalid value 'System'"
@@ -137,7 +138,7 @@ def malformed() -> Iterator[tuple[bytes, str]]:
     whole = pack(SUBMIT)
     yield LENGTH.pack(len(whole) - LENGTH.size - 1) + whole[LENGTH.size : -1], "truncated"
     yield LENGTH.pack(5) + b"\xdd\xff\xff\xff\xff", "Expected `object`, got `array`"
-    yield forged(SUBMIT, prompt_token_ids=[b"\x80\x05K\x01."]), "Expected `int`, got `bytes`"  # a pickle
+    yield forged(SUBMIT, seeds=[b"\x80\x05K\x01."]), "Expected `int`, got `bytes`"  # a pickle
 
 
 @pytest.mark.parametrize(("packed", "words"), [*malformed()])
@@ -156,25 +157,26 @@ def test_jobs_with_other_fields_are_refused() -> None:
 
 def test_requests_that_are_dropped_leave_the_queue() -> None:
     """Fifty times a prompt of a megabyte, and no rank takes a command meanwhile."""
-    (outbox, written), prompt = new_outbox(), [1 << 20] * (1 << 18)
+    (outbox, written), prompt = new_outbox(), pack_tokens([1 << 20] * (1 << 18))
     for number in range(50):
         outbox.submit(Submit([2 * number, 2 * number + 1], [0, 0], prompt, PARAMS))
         outbox.abort([2 * number, 2 * number + 1])
-    assert len(written) < WINDOW + 5 * len(prompt) + 2000
+    assert len(written) < WINDOW + len(prompt) + 2000
     assert not outbox._waiting
     sent = [*unpack_commands(bytes(written))]
     submitted = {request_id for command in sent if isinstance(command, Submit) for request_id in command.request_ids}
     aborted = {request_id for command in sent if isinstance(command, Abort) for request_id in command.request_ids}
     assert submitted == aborted == set(range(len(submitted)))
-    outbox.submit(Submit([100], [0], [1], PARAMS))
+    last = Submit([100], [0], pack_tokens([1]), PARAMS)
+    outbox.submit(last)
     outbox.take(len(written))
-    assert [*unpack_commands(bytes(written))][-1] == Submit([100], [0], [1], PARAMS)
+    assert [*unpack_commands(bytes(written))][-1] == last
 
 
 def test_submissions_wait_while_the_ranks_take_none_and_keep_their_order() -> None:
-    (outbox, written), prompt = new_outbox(), [7] * WINDOW  # each alone is more than the limit
+    (outbox, written), prompt = new_outbox(), bytes(WINDOW)  # each alone is more than the limit
     for number in range(4):
-        outbox.submit(Submit([number], [0], [number, *prompt], PARAMS))
+        outbox.submit(Submit([number], [0], pack_tokens([number]) + prompt, PARAMS))
     outbox.abort([2])
     orders = []
     for _ in range(4):

@@ -15,7 +15,7 @@ from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.serving import prefills
 from dcpmla.serving.background import Prepared
 from dcpmla.serving.errors import ApiError
-from dcpmla.serving.messages import Abort, Connect, Disconnect, First, Lose, Pull, Submit, Wanted
+from dcpmla.serving.messages import Abort, Connect, Disconnect, First, Lose, Pull, Submit, Wanted, pack_tokens
 from dcpmla.serving.prefills import Prefills
 from tests.support.servers import KEY
 from tests.support.transfer_servers import FIRST, Network, Ranks, job, layout, until
@@ -69,7 +69,7 @@ class Decoder:
     def want(self, generation: Any, prompt: list[int]) -> int:
         """Let the ranks ask for another server's prefill of a request."""
         (request_id,) = generation.indices
-        self.there.engine.on_wanted(Wanted(request_id, prompt, PARAMS, "pepper"))
+        self.there.engine.on_wanted(Wanted(request_id, pack_tokens(prompt), PARAMS, "pepper"))
         return int(request_id)
 
 
@@ -94,11 +94,11 @@ async def test_the_same_beginning_has_the_same_server_unless_it_is_busy() -> Non
     decoder = Decoder(4)
     async with decoder.running():
         beginnings = [[number] * 300 for number in range(64)]
-        requests = [[Wanted(9, [*each, end], PARAMS, "") for end in range(3)] for each in beginnings]
+        requests = [[Wanted(9, pack_tokens([*each, end]), PARAMS, "") for end in range(3)] for each in beginnings]
         chosen = [{str(decoder.prefills.choose(each)) for each in alike} for alike in requests]
         assert {len(each) for each in chosen} == {1}
         assert min(Counter(str(each) for each in chosen).values()) > 4
-        salted = [Wanted(9, beginnings[0], PARAMS, f"salt {number}") for number in range(64)]
+        salted = [Wanted(9, pack_tokens(beginnings[0]), PARAMS, f"salt {number}") for number in range(64)]
         assert len({decoder.prefills.choose(each) for each in salted}) == 4  # nothing is shared over salts
         busy = decoder.prefills.choose(requests[0][0])
         assert busy is not None
@@ -138,7 +138,7 @@ async def test_a_refused_prompt_is_refused_here() -> None:
     async with decoder.running():
         with decoder.submit([1]) as generation:
             (request_id,) = generation.indices
-            decoder.there.engine.on_wanted(Wanted(request_id, [], PARAMS, ""))
+            decoder.there.engine.on_wanted(Wanted(request_id, b"", PARAMS, ""))
             with pytest.raises(ApiError, match="prompt_token_ids") as error:
                 async for _ in generation.outputs():
                     pass

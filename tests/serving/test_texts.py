@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+from array import array
 from typing import Any
 
 import pytest
@@ -101,7 +102,7 @@ def test_first_spaces(echo: bool, as_ids: bool) -> None:
 
 
 def test_only_an_echo_needs_offsets() -> None:
-    assert asyncio.run(texts_of("straddling").prompt([1, 2], wants_text=False)) == Prompt([1, 2], "")
+    assert asyncio.run(texts_of("straddling").prompt([1, 2], wants_text=False)) == Prompt(array("i", [1, 2]), "")
 
 
 @pytest.mark.usefixtures("_short_texts_are_long")
@@ -112,7 +113,7 @@ def test_tokens_are_those_of_the_tokenizer(family: str, adds_special: bool) -> N
     texts, tokenizer = texts_of(family, 200_000), tokenizer_of(family)
     for text in (*SENTENCES, f"a{SPECIAL[1]} b", "", f"{SENTENCES[0]}\n" * 2000):
         expected = tokenizer(text, add_special_tokens=adds_special)["input_ids"]
-        assert asyncio.run(texts.encode([text], adds_special)) == expected
+        assert asyncio.run(texts.encode([text], adds_special)).tolist() == expected
 
 
 @pytest.mark.usefixtures("_short_texts_are_long")

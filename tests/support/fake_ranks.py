@@ -28,6 +28,7 @@ from dcpmla.serving.messages import (
     Submit,
     pack,
     unpack_commands,
+    unpack_tokens,
 )
 from dcpmla.serving.settings import Settings
 from tests.support.ranks import start_process
@@ -43,7 +44,7 @@ Script = Callable[[str], str]  # prompt -> answer, without its end
 
 def by_first_token(submit: Submit, request_id: int) -> Iterator[Output]:
     """Yield the outputs of a request as the first token of its prompt tells."""
-    kind = submit.prompt_token_ids[0]
+    kind = unpack_tokens(submit.prompt)[0]
     texts = {AT_ONCE: ["a"], LONG: [LONG_TEXT], SLOW: ["a"] * 16, ENDLESS: ["x" * 10_000] * 5000}.get(kind, [])
     for number, text in enumerate(texts):
         time.sleep({SLOW: 0.3, ENDLESS: 0.005}.get(kind, 0))
@@ -170,14 +171,15 @@ class RunningScript(FakeRanks):
     @property
     def prompt(self) -> str:
         """Return the text of the latest prompt that has come."""
-        return str(self.tokenizer.decode(self.latest.prompt_token_ids))
+        return str(self.tokenizer.decode(unpack_tokens(self.latest.prompt).tolist()))
 
     def num_tokens(self, text: str) -> int:
         return len(self.tokenizer.encode(text))
 
     def _follow(self, submit: Submit, request_id: int) -> Iterator[Output]:
-        request, num_sent = Request(submit.prompt_token_ids, submit.params), 0
-        text = self._script(self.tokenizer.decode(submit.prompt_token_ids))
+        prompt = unpack_tokens(submit.prompt).tolist()
+        request, num_sent = Request(prompt, submit.params), 0
+        text = self._script(self.tokenizer.decode(prompt))
         tokens = self.tokenizer.encode(text, add_special_tokens=False) + [*self._eos]
         for token in () if self._is_mute else tokens:
             request.append(token, self._eos)
