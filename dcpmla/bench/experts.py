@@ -24,7 +24,7 @@ from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import Job
 from dcpmla.model.experts import ExpertWeights, compute_experts
 from dcpmla.model.router import Router, route, router_logits
-from dcpmla.parallel.quantized import BLOCK, GROUP, AnyWeight, BlockFp8, GroupFp4, GroupInt4, dequantize
+from dcpmla.parallel.formats import BLOCK, GROUP, AnyWeight, Quantized, dequantize
 
 PeerExperts = Callable[[Tensor, Tensor, Tensor], Tensor]  # takes x, expert_ids, expert_weights, as `compute_experts`
 
@@ -191,15 +191,15 @@ def _random_experts(kind: str, shape: Shape, dtype: torch.dtype, device: torch.d
         if kind == "fp8":
             codes[(codes & 127) == 127] = 0  # NaN
             scales = torch.rand(num_experts, num_rows // BLOCK, num_cols // BLOCK, device=device)
-            return BlockFp8(codes.view(FP8), (scales + 0.5) * num_cols**-0.5 / 100)
+            return Quantized(codes.view(FP8), (scales + 0.5) * num_cols**-0.5 / 100)
         codes, shape = codes[..., : num_cols // 2].contiguous(), (num_experts, num_rows, num_cols // GROUP)
         if kind == "int4":
             scales = torch.rand(shape, device=device) * num_cols**-0.5 / 5
-            return GroupInt4(codes, scales.bfloat16())
-        return GroupFp4(codes, torch.randint(118, 123, shape, dtype=torch.uint8, device=device))
+            return Quantized(codes, scales.bfloat16())
+        return Quantized(codes, torch.randint(118, 123, shape, dtype=torch.uint8, device=device))
 
     return ExpertWeights(random(2 * width, hidden), random(hidden, width))
 
 
 def _one(weight: AnyWeight, expert: int) -> AnyWeight:
-    return weight[expert] if isinstance(weight, Tensor) else type(weight)(*(part[expert] for part in weight))
+    return weight[expert] if isinstance(weight, Tensor) else weight.map(lambda part: part[expert])

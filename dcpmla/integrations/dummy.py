@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from dcpmla.hf_quantization import expert_codes, has_mxfp8, packed_codes
+from dcpmla.parallel.formats import BLOCK, GROUP, AnyWeight, Quantized, dequantize
 from dcpmla.parallel.linear import Weight
-from dcpmla.parallel.quantized import BLOCK, GROUP, AnyWeight, BlockFp8, GroupFp4, GroupFp8, GroupInt4, dequantize
 
 _STD = 0.02  # standard deviation of weights, as in initialized models
 # Formats in 4 bits, with the scale of all groups.
-_IN_4_BITS: dict[str, tuple[type[GroupFp4] | type[GroupInt4], float, torch.dtype]] = {
-    "fp4": (GroupFp4, 120, torch.uint8),  # e8m0 of 2^-7: e2m1's values are within 6 x 2^-7
-    "int4": (GroupInt4, _STD / 5, torch.bfloat16),  # integers from -8 to 7
+_IN_4_BITS: dict[str, tuple[type[Quantized] | type[Quantized], float, torch.dtype]] = {
+    "fp4": (Quantized, 120, torch.uint8),  # e8m0 of 2^-7: e2m1's values are within 6 x 2^-7
+    "int4": (Quantized, _STD / 5, torch.bfloat16),  # integers from -8 to 7
 }
 # Linear layers that are published in block fp8, in models that have any.
 _QUANTIZED = re.compile(r"\.layers\..*(_proj(_with_mqa)?|\.w[qko](_[ab])?)\.weight$")
@@ -81,10 +81,10 @@ class _DummyWeight:
 class _DummyFp8(_DummyWeight):
     """A matrix in block fp8."""
 
-    def stored(self, rows: slice, cols: slice) -> Tensor | BlockFp8:
+    def stored(self, rows: slice, cols: slice) -> Tensor | Quantized:
         codes = self._draw((rows, cols)).to(torch.float8_e4m3fn)
         scales = torch.full([-(-size // BLOCK) for size in codes.shape], _STD, device=self._device)
-        weight = BlockFp8(codes, scales)
+        weight = Quantized(codes, scales)
         bounds = [(*part.indices(size)[:2], size) for part, size in zip((rows, cols), self.shape, strict=True)]
         is_on_grid = all(start % BLOCK == 0 and (end % BLOCK == 0 or end == size) for start, end, size in bounds)
         return weight if is_on_grid else dequantize(weight, self._dtype)
@@ -99,7 +99,7 @@ class _DummyGroupFp8(_DummyWeight):
         if first % GROUP or end % GROUP:
             return codes.to(self._dtype) * _STD
         exponents = torch.full((len(codes), codes.shape[1] // GROUP), 121, dtype=torch.uint8, device=self._device)
-        return GroupFp8(codes, exponents)
+        return Quantized(codes, exponents)
 
 
 class _DummyGroups(_DummyWeight):

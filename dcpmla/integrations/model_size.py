@@ -15,7 +15,7 @@ from dcpmla.integrations.families.routing import num_routed_experts
 from dcpmla.integrations.families.table import family_of
 from dcpmla.integrations.parts import Shapes
 from dcpmla.integrations.skeleton import build_skeleton, published_shapes
-from dcpmla.parallel.quantized import BLOCK, GROUP
+from dcpmla.parallel.formats import BLOCK, GROUP
 from dcpmla.planning.parameter import Parameter
 from dcpmla.planning.weights import ModelSize
 

@@ -7,18 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dcpmla.parallel.formats import BLOCK, GROUP, AnyWeight, Quantized, dequantize, from_e8m0
 from dcpmla.parallel.linear import QuantizedWeight
-from dcpmla.parallel.quantized import (
-    BLOCK,
-    GROUP,
-    AnyWeight,
-    BlockFp8,
-    GroupFp4,
-    GroupFp8,
-    GroupInt4,
-    dequantize,
-    from_e8m0,
-)
 
 # Names of dtypes as safetensors has them.
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -147,7 +137,7 @@ class _Fp8Matrix(_QuantizedMatrix):
             if first % BLOCK or (end % BLOCK and end < size) or (side % BLOCK and side < size):
                 return self[rows, cols]
             at.append(torch.arange(first, end, BLOCK) // side)
-        return BlockFp8(self._codes[rows, cols], self._scales_at(*at))
+        return Quantized(self._codes[rows, cols], self._scales_at(*at))
 
     def _groups(self, rows: slice, cols: slice) -> AnyWeight:
         first, end, _ = cols.indices(self.shape[1])
@@ -158,7 +148,7 @@ class _Fp8Matrix(_QuantizedMatrix):
             scales = self._checked(self._stored_scales[rows, groups])
         else:
             scales = self._scales[torch.arange(self.shape[0])[rows] // self._block[0], groups]
-        return GroupFp8(self._codes[rows, cols], scales)
+        return Quantized(self._codes[rows, cols], scales)
 
     def _scales_at(self, rows: Tensor, cols: Tensor) -> Tensor:
         scales = self._scales[rows][:, cols]
@@ -177,10 +167,10 @@ class _Fp4Matrix(_QuantizedMatrix):
         first, end, _ = cols.indices(self.shape[1])
         return self[rows, cols] if first % GROUP or end % GROUP else self._groups(rows, slice(first, end))
 
-    def _groups(self, rows: slice, cols: slice) -> GroupFp4:
+    def _groups(self, rows: slice, cols: slice) -> Quantized:
         first, end, _ = cols.indices(self.shape[1])
         codes = self._codes[rows, first // 2 : end // 2].view(torch.uint8)
-        return GroupFp4(codes, self._scales[rows, first // GROUP : end // GROUP])
+        return Quantized(codes, self._scales[rows, first // GROUP : end // GROUP])
 
 
 class _Int4Matrix(_QuantizedMatrix):
@@ -202,7 +192,7 @@ class _Int4Matrix(_QuantizedMatrix):
         if not has_groups or FLOATS[self._stored_scales.dtype] != torch.bfloat16:
             return self[rows, cols]
         groups = torch.arange(first, end, GROUP) // self._block[1]
-        return GroupInt4(self._bytes(rows, slice(first, end)), self._scales[rows][:, groups].bfloat16())
+        return Quantized(self._bytes(rows, slice(first, end)), self._scales[rows][:, groups].bfloat16())
 
     def _bytes(self, rows: slice, cols: slice) -> Tensor:
         return self._codes[rows, cols.start // 8 : cols.stop // 8].view(torch.uint8)

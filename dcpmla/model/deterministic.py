@@ -8,8 +8,8 @@ from dcpmla.model.block import Decoder, DecoderBlock, ShortcutBlock, VocabHead
 from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import Gate, MoE
 from dcpmla.model.mtp import MtpLayer
+from dcpmla.parallel.formats import is_packed
 from dcpmla.parallel.linear import Linear, RowParallelLinear
-from dcpmla.parallel.quantized import GroupFp4, GroupInt4
 
 # Modules that only look rows up, or norm rows by kernels of one row per program; and attention, whose kind has a check.
 _APART = (nn.ParameterList, nn.RMSNorm, Decoder, DecoderBlock, ShortcutBlock, VocabHead, MtpLayer, AttentionWeights)
@@ -32,7 +32,7 @@ def make_deterministic(model: nn.Module) -> None:
 
 def _check_weights(name: str, module: nn.Module) -> None:
     has_groups = isinstance(module, Linear) and getattr(module.weight_scale, "dtype", None) == torch.uint8
-    if has_groups or (isinstance(module, MoE) and isinstance(module.experts.gate_up, GroupFp4 | GroupInt4)):
+    if has_groups or (isinstance(module, MoE) and is_packed(module.experts.gate_up)):
         raise ValueError(
             f"deterministic (--deterministic) does not support weights that share a scale in groups of 32 ({name}); "
             f"leave it out, or choose a checkpoint in bfloat16 or in fp8 with blocks of 128 x 128"

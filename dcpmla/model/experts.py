@@ -13,29 +13,11 @@ from dcpmla.model.glu import SWIGLU, Glu, activate
 from dcpmla.operators import operator
 from dcpmla.parallel.by_rows import by_rows
 from dcpmla.parallel.fixed import multiply_rows
+from dcpmla.parallel.formats import BLOCK, GROUP, AnyWeight, Quantized, dequantize, format_name
 from dcpmla.parallel.fp8 import runs_fp8
-from dcpmla.parallel.quantized import (
-    BLOCK,
-    GROUP,
-    AnyWeight,
-    BlockFp8,
-    GroupFp4,
-    GroupInt4,
-    NormedRows,
-    PlainRows,
-    dequantize,
-    plain,
-    unpack,
-)
+from dcpmla.parallel.quantized import NormedRows, PlainRows, plain, unpack
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Dtypes of codes and of scales, and rows and columns that share a scale.
-_FORMATS: dict[type, tuple[torch.dtype, torch.dtype, int, int]] = {
-    BlockFp8: (FP8, torch.float32, BLOCK, BLOCK),
-    GroupFp4: (torch.uint8, torch.uint8, 1, GROUP),
-    GroupInt4: (torch.uint8, torch.bfloat16, 1, GROUP),
-}
-_KINDS = {scales: kind for kind, (_, scales, *_) in _FORMATS.items()}
 
 
 class ExpertWeights(NamedTuple):
@@ -43,7 +25,7 @@ class ExpertWeights(NamedTuple):
 
     Attributes:
         gate_up: [E, 2 I, H]: rows 0 to I - 1 of an expert are the gate, I to 2 I - 1 the up projection; in the model's
-            dtype, BlockFp8 (I and H multiples of 128), GroupFp4 or GroupInt4 (of 32).
+            dtype, in blocks of fp8 (I and H multiples of 128), or in 4 bits (of 32 and of the group).
         down: [E, H, I].
     """
 
@@ -53,7 +35,8 @@ class ExpertWeights(NamedTuple):
     @property
     def takes_quantized(self) -> bool:
         """True if quantized rows save work: the weights are fp8, on a device that would quantize other rows."""
-        return isinstance(self.gate_up, BlockFp8) and runs_fp8(self.gate_up.codes.device)
+        codes = unpack(self.gate_up)[0]
+        return codes.dtype == FP8 and runs_fp8(codes.device)
 
 
 def compute_experts(
@@ -69,7 +52,7 @@ def compute_experts(
 
     GPUs multiply block fp8 in e4m3: x and glu(gate, up) are quantized in groups of 128
     (`attention/output/formats.py: write_fp8_groups`). Elsewhere, and for 4 bits, weights are dequantized as they are
-    used; GPUs round `GroupInt4` weights to bfloat16. Equal inputs give equal bits. Nothing is read back to the host
+    used; GPUs round integers' values to bfloat16. Equal inputs give equal bits. Nothing is read back to the host
     on a GPU.
 
     Args:
@@ -121,7 +104,7 @@ def _values(codes: Tensor, scales: Tensor | None, expert: int) -> Tensor:
     """Return one expert's matrix in float32."""
     if scales is None:
         return codes[expert].float()
-    return dequantize(_KINDS[scales.dtype](codes[expert], scales[expert]), torch.float32)
+    return dequantize(Quantized(codes[expert], scales[expert]), torch.float32)
 
 
 def _check(x: Tensor, expert_ids: Tensor, expert_weights: Tensor, weights: ExpertWeights) -> None:
@@ -136,10 +119,9 @@ def _check(x: Tensor, expert_ids: Tensor, expert_weights: Tensor, weights: Exper
             f"expert_weights is {expert_weights.dtype} {tuple(expert_weights.shape)}; expected float32 of "
             f"{tuple(expert_ids.shape)}, as expert_ids"
         )
-    if len({Tensor if isinstance(weight, Tensor) else type(weight) for weight in weights}) > 1:
-        raise ValueError(
-            f"gate_up is {type(weights.gate_up).__name__}, down {type(weights.down).__name__}; expected one format"
-        )
+    if len({None if isinstance(weight, Tensor) else weight.format.codes for weight in weights}) > 1:
+        names = format_name(weights.gate_up), format_name(weights.down)
+        raise ValueError("gate_up is {}, down {}; expected one format".format(*names))
     shapes = {name: _shape(name, getattr(weights, name), x.dtype) for name in ("down", "gate_up")}
     num_experts, _, width = shapes["down"]
     expected = {"gate_up": (num_experts, 2 * width, x.shape[1]), "down": (num_experts, x.shape[1], width)}
@@ -164,15 +146,16 @@ def _shape(name: str, weight: AnyWeight, dtype: torch.dtype) -> tuple[int, int, 
             raise ValueError(f"{name} is {weight.dtype} {tuple(weight.shape)}; expected [E, N, K] of {dtype}, as x")
         num_experts, num_rows, num_cols = weight.shape
         return num_experts, num_rows, num_cols
-    codes_dtype, scales_dtype, block_rows, block_cols = _FORMATS[type(weight)]
-    (num_experts, num_rows, num_cols), scales = weight.codes.shape, weight.scales
-    num_cols *= 1 if codes_dtype == FP8 else 2
-    if num_rows % block_cols or num_cols % block_cols:
-        raise ValueError(f"{name} has {num_rows} x {num_cols} values an expert; scales need multiples of {block_cols}")
-    shape = num_experts, num_rows // block_rows, num_cols // block_cols
-    if (weight.codes.dtype, scales.dtype, scales.shape) != (codes_dtype, scales_dtype, shape):
+    (num_experts, num_rows, num_cols), scales, held = weight.codes.shape, weight.scales, weight.format
+    num_cols *= 1 + held.is_packed
+    multiple = BLOCK if held.rows > 1 else GROUP
+    if num_rows % multiple or num_cols % multiple:
+        raise ValueError(f"{name} has {num_rows} x {num_cols} values an expert; scales need multiples of {multiple}")
+    shape = num_experts, num_rows // held.rows, num_cols // held.columns
+    codes_dtype = torch.uint8 if held.is_packed else FP8
+    if (weight.codes.dtype, scales.dtype, scales.shape) != (codes_dtype, held.scales, shape):
         raise ValueError(
             f"{name} has codes {weight.codes.dtype} {tuple(weight.codes.shape)} and scales {scales.dtype} "
-            f"{tuple(scales.shape)}; expected {codes_dtype} and {scales_dtype} {shape}"
+            f"{tuple(scales.shape)}; expected {codes_dtype} and {held.scales} {shape}"
         )
     return num_experts, num_rows, num_cols

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, replace
 from math import prod
 
-from dcpmla.parallel.quantized import BLOCK, GROUP, cut
+from dcpmla.parallel.formats import BLOCK, GROUP, cut
 
 PARTS = ("attention", "mlp", "experts", "embedding", "head", "rest")
 _NAMED = {

@@ -6,7 +6,7 @@ from math import prod
 
 from dcpmla.attention.stack import Stack
 from dcpmla.fields import check_experts
-from dcpmla.parallel.quantized import BLOCK
+from dcpmla.parallel.formats import BLOCK
 from dcpmla.planning.parameter import PARTS, Parameter
 
 

@@ -10,6 +10,7 @@ import torch
 
 from dcpmla.config import DCPConfig
 from dcpmla.model.moe import MoE
+from dcpmla.parallel.formats import format_name
 from dcpmla.parallel.linear import Linear
 from tests.planning.test_plan_truth import check as check_bytes
 from tests.support.engines import new_engine
@@ -22,26 +23,26 @@ from tests.support.whole_models import draw_prompts, load_on_rank, poisoned_cach
 PROMPT_LENS = (1, 5, 37)
 NUM_NEW = 3
 CASES = [  # family, how it is stored, what its experts are then
-    ("deepseek_v3", "block", "BlockFp8"),
-    pytest.param("deepseek_v3", "ue8m0", "BlockFp8", marks=pytest.mark.thorough),
-    ("deepseek_v32", "block", "BlockFp8"),
-    ("glm_moe_dsa", "compressed_block", "BlockFp8"),
-    ("glm4_moe_lite", "modelopt", "BlockFp8"),
-    ("longcat_flash", "compressed_channel", "Tensor"),
-    ("deepseek_v4", "published", "GroupFp4"),
-    ("deepseek_v4", "published_32", "GroupFp4"),
-    ("deepseek_v3", "block_32", "Tensor"),  # cuts over heads run through blocks
-    ("deepseek_v3", "e8m0_32", "Tensor"),
-    ("deepseek_v3", "int4", "GroupInt4"),
-    ("deepseek_v3", "mxfp4", "GroupFp4"),
-    ("deepseek_v2", "int4_all", "GroupInt4"),
-    ("axk2", "block", "BlockFp8"),
-    pytest.param("axk2", "compressed_block", "BlockFp8", marks=pytest.mark.thorough),
-    pytest.param("axk2", "compressed_channel", "Tensor", marks=pytest.mark.thorough),
-    ("mistral_large4_text", "block", "BlockFp8"),  # W_UK is in 8 bits in layers without positions
-    ("dots3_note_text", "block", "BlockFp8"),  # W_UK and W_UV are in 8 bits where their heads' widths allow it
-    ("dots3_note_text", "compressed_block", "BlockFp8"),
-    ("glm5_next_text", "compressed_block", "BlockFp8"),  # of linear attention, too
+    ("deepseek_v3", "block", "fp8"),
+    pytest.param("deepseek_v3", "ue8m0", "fp8", marks=pytest.mark.thorough),
+    ("deepseek_v32", "block", "fp8"),
+    ("glm_moe_dsa", "compressed_block", "fp8"),
+    ("glm4_moe_lite", "modelopt", "fp8"),
+    ("longcat_flash", "compressed_channel", "plain"),
+    ("deepseek_v4", "published", "fp4"),
+    ("deepseek_v4", "published_32", "fp4"),
+    ("deepseek_v3", "block_32", "plain"),  # cuts over heads run through blocks
+    ("deepseek_v3", "e8m0_32", "plain"),
+    ("deepseek_v3", "int4", "int4"),
+    ("deepseek_v3", "mxfp4", "fp4"),
+    ("deepseek_v2", "int4_all", "int4"),
+    ("axk2", "block", "fp8"),
+    pytest.param("axk2", "compressed_block", "fp8", marks=pytest.mark.thorough),
+    pytest.param("axk2", "compressed_channel", "plain", marks=pytest.mark.thorough),
+    ("mistral_large4_text", "block", "fp8"),  # W_UK is in 8 bits in layers without positions
+    ("dots3_note_text", "block", "fp8"),  # W_UK and W_UV are in 8 bits where their heads' widths allow it
+    ("dots3_note_text", "compressed_block", "fp8"),
+    ("glm5_next_text", "compressed_block", "fp8"),  # of linear attention, too
 ]
 
 
@@ -57,7 +58,7 @@ def outcome(
     engine = new_engine(model, poisoned_cache(model, dcp, [48] * 4, 6), dcp, mesh, 48, 64, max_num_seqs=3)
     requests = serve(engine, draw_prompts(PROMPT_LENS), NUM_NEW, ignore_eos=True)
     modules = list(model.hidden_states.modules())
-    experts = {type(weight).__name__ for moe in modules if isinstance(moe, MoE) for weight in moe.experts}
+    experts = {format_name(weight) for moe in modules if isinstance(moe, MoE) for weight in moe.experts}
     linears = [module.weight_scale is not None for module in modules if isinstance(module, Linear)]
     generated = [(request.prompt_token_ids + request.token_ids, torch.stack(request.logits)) for request in requests]
     return generated, experts, sum(linears), len(linears)
@@ -89,7 +90,7 @@ def test_logits_on_two_ranks(family: str, scheme: str, experts: str, tmp_path: P
     results = check_pair(family, scheme, tmp_path, False)
     for _, kinds, num_quantized, num_linears in results:
         assert kinds == {experts}
-        assert num_quantized / num_linears >= (0.5 if experts == "BlockFp8" or "published" in scheme else 0)
+        assert num_quantized / num_linears >= (0.5 if experts == "fp8" or "published" in scheme else 0)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ def test_other_experts(
     family: str, scheme: str, enable_expert_parallel: bool, expert_dtype: str, tmp_path: Path
 ) -> None:
     results = check_pair(family, scheme, tmp_path, enable_expert_parallel, expert_dtype)
-    assert all(kinds == {"GroupInt4" if scheme == "int4" else "BlockFp8"} for _, kinds, *_ in results)
+    assert all(kinds == {"int4" if scheme == "int4" else "fp8"} for _, kinds, *_ in results)
 
 
 def test_experts_that_are_not_in_e2m1_are_not_re_encoded(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import Gate, MoE
 from dcpmla.model.norm_gate import NormGate
 from dcpmla.model.router import Router, split_weight
+from dcpmla.parallel.formats import Quantized
 from dcpmla.parallel.linear import Linear
-from dcpmla.parallel.quantized import GroupFp8
 from tests.model.test_experts import make_case, on
 from tests.parallel.test_deterministic_products import drawn
 from tests.support.rows_apart import assert_rows_apart
@@ -120,7 +120,7 @@ def test_refusals() -> None:
     gate = NormGate(torch.zeros(4, 8), torch.zeros(8, 4))
     in_groups = Linear(128, 4, dtype=torch.bfloat16)
     codes = torch.zeros(4, 128, dtype=torch.float8_e4m3fn), torch.full((4, 4), 127, dtype=torch.uint8)
-    in_groups.load(GroupFp8(*codes))
+    in_groups.load(Quantized(*codes))
     moe = new_moe("plain", 64, 64, 6, ROUTERS[1], torch.float32, "cpu")
     moe.experts = ExpertWeights(*make_case("fp4", 1, 6, 1, 64, 64)[3])
     cases: list[tuple[Any, str]] = [

@@ -17,17 +17,9 @@ from dcpmla.cache.formats import FP8
 from dcpmla.model.calls import RoutedRows
 from dcpmla.model.experts import ExpertWeights, compute_experts
 from dcpmla.model.glu import SWIGLU, Glu
+from dcpmla.parallel.formats import AnyWeight, Quantized, dequantize
 from dcpmla.parallel.fp8 import quantize_rows
-from dcpmla.parallel.quantized import (
-    AnyWeight,
-    BlockFp8,
-    GroupFp4,
-    GroupInt4,
-    NormedRows,
-    QuantizedRows,
-    dequantize,
-    unpack,
-)
+from dcpmla.parallel.quantized import NormedRows, QuantizedRows, unpack
 from tests.support.glu import GLUS, glu_of
 from tests.support.kernels import nan_in_new_memory, run_kernels
 
@@ -43,12 +35,12 @@ def make_weight(kind: str, shape: tuple[int, int, int], dtype: torch.dtype, gene
     if kind == "fp8":
         codes = (torch.randn(shape, generator=generator) * 100).clamp(-448, 448).to(FP8)
         scales = torch.rand(num_experts, num_rows // 128, num_cols // 128, generator=generator) + 0.5
-        return BlockFp8(codes, scales * num_cols**-0.5 / 100)
+        return Quantized(codes, scales * num_cols**-0.5 / 100)
     codes = torch.randint(256, (num_experts, num_rows, num_cols // 2), dtype=torch.uint8, generator=generator)
     shape = num_experts, num_rows, num_cols // 32
     if kind == "int4":
-        return GroupInt4(codes, (torch.rand(shape, generator=generator) * num_cols**-0.5 / 3).bfloat16())
-    return GroupFp4(codes, torch.randint(118, 123, shape, dtype=torch.uint8, generator=generator))
+        return Quantized(codes, (torch.rand(shape, generator=generator) * num_cols**-0.5 / 3).bfloat16())
+    return Quantized(codes, torch.randint(118, 123, shape, dtype=torch.uint8, generator=generator))
 
 
 def make_case(
@@ -108,7 +100,7 @@ def assert_near(got: Tensor, wanted: Tensor, tolerance: float) -> None:
 
 def on(device: str, case: tuple[Tensor, Tensor, Tensor, ExpertWeights]) -> Any:
     *tensors, weights = case
-    moved = (w.to(device) if isinstance(w, Tensor) else type(w)(*(part.to(device) for part in w)) for w in weights)
+    moved = (w.to(device) if isinstance(w, Tensor) else w.map(lambda part: part.to(device)) for w in weights)
     return *(tensor.to(device) for tensor in tensors), ExpertWeights(*moved)
 
 
@@ -270,14 +262,12 @@ def test_mistakes() -> None:
         expert_weights[:, :1],
         weights,
     )
-    refuses(
-        "gate_up is BlockFp8, down Tensor", fp8[0], ids, expert_weights, ExpertWeights(fp8[3].gate_up, weights.down)
-    )
+    refuses("gate_up is fp8, down plain", fp8[0], ids, expert_weights, ExpertWeights(fp8[3].gate_up, weights.down))
     wrong = ExpertWeights(weights.gate_up[:, :-2], weights.down)
     refuses(r"gate_up is \(4, 62, 64\); expected \(4, 64, 64\)", x, ids, expert_weights, wrong)
     refuses("down is torch.float32", x.bfloat16(), ids, expert_weights, weights)
     gate_up = fp8[3].gate_up._replace(scales=fp8[3].gate_up.scales[:, :1])
     refuses(r"gate_up has codes .* and scales torch.float32 \(4, 1, 2\)", *fp8[:3], ExpertWeights(gate_up, fp8[3].down))
-    narrow = ExpertWeights(*(BlockFp8(w[..., :-8], s) for w, s in fp8[3]))
+    narrow = ExpertWeights(*(w._replace(codes=w.codes[..., :-8]) for w in fp8[3]))
     refuses("down has 256 x 120 values an expert; scales need multiples of 128", *fp8[:3], narrow)
     refuses("on meta", x, ids.to("meta"), expert_weights, weights)

@@ -16,8 +16,8 @@ from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.transformers import load_model
+from dcpmla.parallel.formats import BLOCK
 from dcpmla.parallel.mesh import init_mesh
-from dcpmla.parallel.quantized import BLOCK
 from dcpmla.planning.deployment import expected_experts
 from dcpmla.planning.machine import H200X8
 from tests.support.deepseek_v41_files import save_v41

@@ -22,9 +22,9 @@ from dcpmla.model.hopper.pipeline import (
     num_tiles,
     num_weight_rows,
 )
-from dcpmla.parallel import quantized
+from dcpmla.parallel import formats
 
-GROUP = gl.constexpr(quantized.GROUP)  # values of 4 bits that have one scale
+GROUP = gl.constexpr(formats.GROUP)  # values of 4 bits that have one scale
 NUM_SLOTS = gl.constexpr(4)  # steps of packed codes in shared memory
 
 

@@ -18,7 +18,8 @@ from dcpmla.model.hopper.consumers import consume
 from dcpmla.model.hopper.pipeline import COLUMNS, ROW_BYTES, Routes, new_buffers
 from dcpmla.model.hopper.producers import allocate_codes, dequantize_weights, gather_rows, load_weights
 from dcpmla.model.kernels.blocks import Blocks
-from dcpmla.parallel.quantized import GROUP, QuantizedRows, empty_groups
+from dcpmla.parallel.formats import GROUP
+from dcpmla.parallel.quantized import QuantizedRows, empty_groups
 
 _GLUON = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 

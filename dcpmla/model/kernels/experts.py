@@ -15,8 +15,9 @@ from dcpmla.model.hopper.pipeline import BLOCK_ROWS
 from dcpmla.model.kernels.blocks import assign_blocks, sum_routes
 from dcpmla.model.kernels.grouped import grouped_product_kernel
 from dcpmla.model.kernels.packed import packed_product_kernel
+from dcpmla.parallel.formats import GROUP
 from dcpmla.parallel.fp8 import quantize_rows
-from dcpmla.parallel.quantized import GROUP, QuantizedRows
+from dcpmla.parallel.quantized import QuantizedRows
 
 
 class Tile(NamedTuple):

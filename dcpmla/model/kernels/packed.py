@@ -10,7 +10,7 @@ import triton.language as tl
 
 from dcpmla.model.kernels.glu import activate
 from dcpmla.model.kernels.grouped import find_routes
-from dcpmla.parallel.quantized import GROUP
+from dcpmla.parallel.formats import GROUP
 
 _GROUP = tl.constexpr(GROUP)
 

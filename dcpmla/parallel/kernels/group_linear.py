@@ -1,7 +1,8 @@
 """Triton kernels of products with weights in e4m3 that have a scale per 32 columns.
 
-`parallel/group_fp8.py` specifies them. Hopper's matrix units take no such scales. Values are dequantized to bfloat16,
-which represents them exactly: in registers for few rows, when the weight's bytes take the time, and in memory for many.
+`parallel/group_linear.py` specifies them. Hopper's matrix units take no such scales. Values are dequantized to
+bfloat16, which represents them exactly: in registers for few rows, when the weight's bytes take the time, and in memory
+for many.
 """
 
 import torch
@@ -10,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from dcpmla.parallel.formats import BLOCK, GROUP, Quantized
 from dcpmla.parallel.kernels.linear import NUM_STAGES, NUM_WARPS, TILE_ROWS, choose_tiling, describe, finish_tile
-from dcpmla.parallel.quantized import BLOCK, GROUP
 
 _BLOCK = tl.constexpr(BLOCK)
 _GROUP = tl.constexpr(GROUP)
@@ -76,21 +77,21 @@ def dequantize_groups_kernel(codes_ptr, scales_ptr, out_ptr, num_groups, GROUPS:
     tl.store(out_ptr + at, scale_groups(codes, scales, out_ptr.dtype.element_ty), mask=is_group)
 
 
-def group_fp8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, arrivals: Tensor) -> Tensor:
-    """Compute `group_fp8.group_fp8_linear`: many rows by cuBLAS, few in one kernel."""
+def group_linear(x: Tensor, weight: Quantized, arrivals: Tensor) -> Tensor:
+    """Compute `group_linear.group_linear`: many rows by cuBLAS, few in one kernel."""
     if len(x) <= _FEW_TOKENS:
-        return multiply(x, weight, weight_scale, arrivals)
-    values = dequantize_groups(weight, weight_scale, x.dtype)
-    num_groups = x.shape[1] // weight.shape[1]
+        return multiply(x, weight, arrivals)
+    values = dequantize_groups(weight, x.dtype)
+    num_groups = x.shape[1] // values.shape[1]
     if num_groups == 1:
         return F.linear(x, values)
     parts = x.unflatten(1, (num_groups, -1)), values.unflatten(0, (num_groups, -1))
     return torch.einsum("tgk,gnk->tgn", *parts).flatten(1)
 
 
-def multiply(x: Tensor, weight: Tensor, weight_scale: Tensor, arrivals: Tensor) -> Tensor:
-    """Compute `group_fp8.group_fp8_linear` by the Triton kernel."""
-    num_tokens, (num_rows, width) = len(x), weight.shape
+def multiply(x: Tensor, weight: Quantized, arrivals: Tensor) -> Tensor:
+    """Compute `group_linear.group_linear` by the Triton kernel."""
+    num_tokens, (num_rows, width) = len(x), weight.codes.shape
     out = x.new_empty(num_tokens, num_rows)
     if num_tokens == 0:
         return out
@@ -99,8 +100,8 @@ def multiply(x: Tensor, weight: Tensor, weight_scale: Tensor, arrivals: Tensor) 
     num_partials = grid[0] * grid[1] * splits * TILE_ROWS * tokens if splits > 1 else 0
     group_linear_kernel[grid](
         describe(x.contiguous(), tokens),
-        describe(weight, TILE_ROWS),
-        weight_scale,
+        describe(weight.codes, TILE_ROWS),
+        weight.scales,
         out,
         torch.empty(num_partials, dtype=torch.float32, device=x.device),
         arrivals,
@@ -115,8 +116,9 @@ def multiply(x: Tensor, weight: Tensor, weight_scale: Tensor, arrivals: Tensor) 
     return out
 
 
-def dequantize_groups(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values of a contiguous `GroupFp8`."""
+def dequantize_groups(weight: Quantized, dtype: torch.dtype) -> Tensor:
+    """Return the values of contiguous MXFP8."""
+    codes, scales, *_ = weight
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     groups = 64
     dequantize_groups_kernel[(triton.cdiv(scales.numel(), groups),)](codes, scales, out, scales.numel(), GROUPS=groups)

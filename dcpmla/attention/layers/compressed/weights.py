@@ -10,9 +10,10 @@ from dcpmla.attention.layers.compressed.config import WINDOW_ONLY, CompressedCon
 from dcpmla.attention.layers.compressed.projections import GROUP, norm_rope_query_, unrope_heads
 from dcpmla.attention.mla.weights import HeldHeads
 from dcpmla.attention.placement import Placement
+from dcpmla.parallel.formats import BLOCK, AnyWeight
 from dcpmla.parallel.fp8 import multiply_groups
 from dcpmla.parallel.linear import Linear, RowParallelLinear, Weight, fill, read_linear, read_weight
-from dcpmla.parallel.quantized import BLOCK, AnyRows, AnyWeight, PlainRows, QuantizedRows, plain
+from dcpmla.parallel.quantized import AnyRows, PlainRows, QuantizedRows, plain
 from dcpmla.parallel.reformat import reorder_rows
 
 

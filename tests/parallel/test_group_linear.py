@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dcpmla.attention.layers.compressed.weights import GroupedLinear
-from dcpmla.parallel.group_fp8 import group_fp8_linear
+from dcpmla.parallel.formats import Quantized, dequantize
+from dcpmla.parallel.group_linear import group_linear
 from dcpmla.parallel.linear import Linear
-from dcpmla.parallel.quantized import BlockFp8, GroupFp8, dequantize
 from dcpmla.parallel.reformat import reorder_rows
 from tests.attention.test_decode_compile import compile_for_hopper
 from tests.parallel.test_fp8_linear import assert_near, blocks, compile_product, rows
@@ -22,16 +22,16 @@ from tests.support.kernels import on_both, run_kernels
 FP8 = torch.float8_e4m3fn
 
 
-def groups(num_rows: int, width: int, seed: int = 0, device: str = "cpu") -> GroupFp8:
+def groups(num_rows: int, width: int, seed: int = 0, device: str = "cpu") -> Quantized:
     """Make a random weight whose scales differ by up to 2^6; one is 2^-127, of codes that are zero."""
     generator = torch.Generator().manual_seed(seed)
     codes = (100 * torch.randn(num_rows, width, generator=generator)).clamp(-448, 448).to(FP8)
     scales = torch.randint(118, 124, (num_rows, width // 32), generator=generator).to(torch.uint8)
     codes[0, :32], scales[0, 0] = 0, 0
-    return GroupFp8(codes.to(device), scales.to(device))
+    return Quantized(codes.to(device), scales.to(device))
 
 
-def exact(weight: GroupFp8) -> Tensor:
+def exact(weight: Quantized) -> Tensor:
     """Return the values, float64. A power of a GPU is rounded, even of a whole exponent."""
     factors = torch.ldexp(torch.ones_like(weight.scales, dtype=torch.float64), weight.scales.int() - 127)
     return weight.codes.double() * factors.repeat_interleave(32, 1)
@@ -48,12 +48,12 @@ def check_kernel(
     parts = x.double().unflatten(1, (num_groups, -1)), exact(weight).unflatten(0, (num_groups, -1))
     expected = torch.einsum("tgk,gnk->tgn", *parts).flatten(1)
     arrivals = torch.zeros(-(-num_rows // 64) * 2, dtype=torch.int32, device=device)
-    for function in (kernels.multiply, kernels.group_fp8_linear):
-        out = function(x, *weight, arrivals)
+    for function in (kernels.multiply, kernels.group_linear):
+        out = function(x, weight, arrivals)
         assert (out.dtype, out.shape) == (dtype, (num_tokens, num_rows))
         assert_near(out, expected)
     assert not arrivals.any()
-    assert torch.equal(kernels.dequantize_groups(*weight, torch.bfloat16).double(), exact(weight))
+    assert torch.equal(kernels.dequantize_groups(weight, torch.bfloat16).double(), exact(weight))
 
 
 def check_kernels(device: str) -> None:
@@ -87,19 +87,19 @@ def test_the_kernel_compiles_for_hopper(num_tokens: int) -> None:
 def test_the_operator() -> None:
     weight, x = groups(200, 256), rows(3, 256, torch.float64)
     arrivals = torch.zeros(4, dtype=torch.int32)
-    torch.testing.assert_close(group_fp8_linear(x, *weight, arrivals), x @ exact(weight).T)
+    torch.testing.assert_close(group_linear(x, weight, arrivals), x @ exact(weight).T)
     two = rows(3, 512, torch.float64)
     halves = zip(two.split(256, 1), exact(weight).split(100), strict=True)
     expected = torch.cat([x @ part.T for x, part in halves], 1)
-    torch.testing.assert_close(group_fp8_linear(two, *weight, arrivals), expected)
+    torch.testing.assert_close(group_linear(two, weight, arrivals), expected)
     checks = ("test_autograd_registration", "test_faketensor")  # a comparison of e4m3 is not implemented
-    torch.library.opcheck(group_fp8_linear.op, (x, *weight, arrivals), test_utils=checks)
+    torch.library.opcheck(group_linear.op, group_linear.flatten(x, weight, arrivals), test_utils=checks)
 
 
 def test_weights_stay_as_they_are_stored() -> None:
     """Keep codes of groups of any rows; mixed with blocks or values, and in odd widths, they become values."""
     parts = groups(72, 256, 1), groups(128, 256, 2)
-    block = BlockFp8(torch.ones(72, 256).to(FP8), torch.ones(1, 2))
+    block = Quantized(torch.ones(72, 256).to(FP8), torch.ones(1, 2))
     x = rows(5, 256, torch.bfloat16)
     for loaded, is_fp8 in ((parts, True), ((block, parts[1]), False), ((exact(parts[0]).float(), parts[1]), False)):
         linear = Linear(256, 200, dtype=torch.bfloat16)
@@ -117,12 +117,12 @@ def test_weights_stay_as_they_are_stored() -> None:
 def test_rows_in_another_order() -> None:
     order, weight = torch.arange(24).roll(5), groups(72, 64)
     moved = reorder_rows(weight, order)
-    assert isinstance(moved, GroupFp8)
+    assert isinstance(moved, Quantized)
     assert torch.equal(exact(moved), exact(weight).unflatten(0, (3, 24))[:, order].flatten(0, 1))
 
 
 @pytest.mark.parametrize("make", [blocks, groups])
-def test_groups_of_columns(make: Callable[[int, int], BlockFp8 | GroupFp8]) -> None:
+def test_groups_of_columns(make: Callable[[int, int], Quantized]) -> None:
     """Each group has its rows of the weight, which becomes values unless their number is a multiple of 128."""
     for out_features, is_fp8 in ((256, True), (200, False)):
         weight, x = make(out_features, 256), rows(5, 512, torch.bfloat16)
