@@ -5,7 +5,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from dcpmla.model.glu import Glu
-from dcpmla.parallel.quantized import QuantizedRows
+from dcpmla.parallel.formats import AnyWeight
+from dcpmla.parallel.quantized import QuantizedRows, pack
 
 
 class Sums(NamedTuple):
@@ -39,6 +40,7 @@ class RoutedRows(NamedTuple):
         expert_weights: float32 [T, k].
         gate_up, down: Weights [E, 2 I, H], [E, H, I] in the rows' dtype, or codes.
         gate_up_scales, down_scales: Scales of the codes; None for weights in the rows' dtype.
+        gate_up_zeros, down_zeros, gate_up_factors, down_factors: The other fields of `Quantized`.
         num_experts: Number of experts over all ranks that share the routes. Kernels are chosen by it.
         is_deterministic: Whether a row's bits depend on no other row (`parallel.fixed`); not in groups of 32.
     """
@@ -49,8 +51,18 @@ class RoutedRows(NamedTuple):
     expert_weights: Tensor
     gate_up: Tensor
     gate_up_scales: Tensor | None
+    gate_up_zeros: Tensor | None
+    gate_up_factors: Tensor | None
     down: Tensor
     down_scales: Tensor | None
+    down_zeros: Tensor | None
+    down_factors: Tensor | None
     glu: Glu
     num_experts: int
     is_deterministic: bool
+
+    @property
+    def weights(self) -> tuple[AnyWeight, AnyWeight]:
+        """gate_up and down."""
+        gate_up = self.gate_up, self.gate_up_scales, self.gate_up_zeros, self.gate_up_factors
+        return pack(*gate_up), pack(self.down, self.down_scales, self.down_zeros, self.down_factors)

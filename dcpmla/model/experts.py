@@ -13,9 +13,9 @@ from dcpmla.model.glu import SWIGLU, Glu, activate
 from dcpmla.operators import operator
 from dcpmla.parallel.by_rows import by_rows
 from dcpmla.parallel.fixed import multiply_rows
-from dcpmla.parallel.formats import BLOCK, GROUP, AnyWeight, Quantized, dequantize, format_name
+from dcpmla.parallel.formats import BLOCK, GROUP, AnyWeight, dequantize, format_name
 from dcpmla.parallel.fp8 import runs_fp8
-from dcpmla.parallel.quantized import NormedRows, PlainRows, plain, unpack
+from dcpmla.parallel.quantized import NormedRows, PlainRows, fields, plain, unpack
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -72,7 +72,7 @@ def compute_experts(
     _check(rows, expert_ids, expert_weights, weights)
     if expert_ids.numel() == 0:
         return torch.zeros_like(rows)
-    codes = *unpack(weights.gate_up), *unpack(weights.down)
+    codes = *fields(weights.gate_up), *fields(weights.down)
     routed, num_experts = (rows, quantized, expert_ids, expert_weights), num_experts or len(codes[0])
     return _compute(RoutedRows(*routed, *codes, glu, num_experts, is_deterministic))
 
@@ -84,13 +84,13 @@ def compute_experts(
     runs=lambda call: call.x.is_cuda and (call.gate_up.dtype != FP8 or runs_fp8(call.x.device)),
 )
 def _compute(call: RoutedRows) -> Tensor:
-    x, _, expert_ids, expert_weights, gate_up, gate_up_scales, down, down_scales, glu, _, is_deterministic = call
+    x, expert_ids, expert_weights = call.x, call.expert_ids, call.expert_weights
+    (gate_up, down), glu, is_deterministic = call.weights, call.glu, call.is_deterministic
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in expert_ids.unique().tolist():
-        if 0 <= expert < len(down):
+        if 0 <= expert < len(call.down):
             tokens, routes = (expert_ids == expert).nonzero(as_tuple=True)
-            gate_up_values = _values(gate_up, gate_up_scales, expert)
-            down_values = _values(down, down_scales, expert)
+            gate_up_values, down_values = _values(gate_up, expert), _values(down, expert)
             linear = multiply_rows if is_deterministic else functional.linear
             gate, up = linear(x[tokens].float(), gate_up_values).chunk(2, -1)
             act = functools.partial(activate, glu=glu)
@@ -100,11 +100,11 @@ def _compute(call: RoutedRows) -> Tensor:
     return out.to(x.dtype)
 
 
-def _values(codes: Tensor, scales: Tensor | None, expert: int) -> Tensor:
+def _values(weight: AnyWeight, expert: int) -> Tensor:
     """Return one expert's matrix in float32."""
-    if scales is None:
-        return codes[expert].float()
-    return dequantize(Quantized(codes[expert], scales[expert]), torch.float32)
+    if isinstance(weight, Tensor):
+        return weight[expert].float()
+    return dequantize(weight.map(lambda part: part[expert]), torch.float32)
 
 
 def _check(x: Tensor, expert_ids: Tensor, expert_weights: Tensor, weights: ExpertWeights) -> None:

@@ -39,6 +39,18 @@ class Format(NamedTuple):
         """True of 4 bits, two codes in a byte."""
         return self.codes in ("fp4", "nvfp4", "int4")
 
+    def cut_at(self, *columns: int) -> "Format | None":
+        """Return the format of a slice that begins and ends at these columns: in groups of 128, 64 or 32 of integers.
+        None if it is not packed or has no whole groups.
+        """
+        if not self.is_packed or any(column % GROUP for column in columns):
+            return None
+        if self.codes != "int4":
+            return self
+        sizes = (size for size in (BLOCK, 64, GROUP) if not any(side % size for side in (self.columns, *columns)))
+        size = next(sizes, None)
+        return None if size is None else self._replace(columns=size)
+
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Return the bytes of a matrix [.., N, K], scales included."""
         num_rows = prod(shape[:-1])

@@ -16,7 +16,17 @@ from torch.nn import functional as F
 
 from dcpmla.parallel.collectives import named
 from dcpmla.parallel.fixed import fixed_linear, sum_in_order
-from dcpmla.parallel.formats import BLOCK, FP8, AnyWeight, Quantized, dequantize, format_of, is_block_fp8, is_packed
+from dcpmla.parallel.formats import (
+    BLOCK,
+    FP8,
+    GROUP,
+    AnyWeight,
+    Quantized,
+    dequantize,
+    format_of,
+    is_block_fp8,
+    is_packed,
+)
 from dcpmla.parallel.fp8 import dequantize_blocks, fp8_linear, runs_fp8
 from dcpmla.parallel.group_linear import multiply_quantized
 from dcpmla.parallel.quantized import AnyRows, Fp8Product, NormedRows, QuantizedRows, plain
@@ -119,8 +129,10 @@ class Linear(nn.Module):
         return Quantized(*held).map(lambda part: part[rows])
 
     def _stays_quantized(self, parts: tuple[AnyWeight, ...]) -> bool:
-        if len(set(map(format_of, parts))) > 1 or is_packed(parts[0]):
+        if len(set(map(format_of, parts))) > 1:
             return False
+        if is_packed(parts[0]):
+            return self.in_features % GROUP == 0
         on_grid = all(len(part.codes) % BLOCK == 0 for part in parts[:-1] if not isinstance(part, Tensor))
         is_whole = self.in_features % BLOCK == 0 and (on_grid or not is_block_fp8(parts[0]))
         return is_whole and isinstance(parts[0], Quantized)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dcpmla.parallel.formats import BLOCK, AnyWeight
+from dcpmla.parallel.formats import BLOCK, AnyWeight, Quantized
 
 _FP8_MAX = 448.0
 SMALLEST_AMAX = 1e-10  # lower bound on a group's largest magnitude, since its scale divides
@@ -79,6 +79,16 @@ def plain(x: AnyRows) -> Tensor:
     if isinstance(x, QuantizedRows):
         raise ValueError("x is quantized, but the weight is not; pass rows in the weight's dtype")
     return x.plain if isinstance(x, NormedRows) else x
+
+
+def pack(codes: Tensor, scales: Tensor | None, zeros: Tensor | None = None, factors: Tensor | None = None) -> AnyWeight:
+    """Return a weight of the fields of `Quantized`; the codes alone if there are no scales."""
+    return codes if scales is None else Quantized(codes, scales, zeros, factors)
+
+
+def fields(weight: AnyWeight) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Return what `pack` takes."""
+    return (weight, None, None, None) if isinstance(weight, Tensor) else weight
 
 
 def unpack(weight: AnyWeight) -> tuple[Tensor, Tensor | None]:

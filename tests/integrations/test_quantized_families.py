@@ -22,6 +22,7 @@ from tests.support.whole_models import draw_prompts, load_on_rank, poisoned_cach
 
 PROMPT_LENS = (1, 5, 37)
 NUM_NEW = 3
+IN_4_BITS = ("int4_all", "awq", "gptq", "int4_asymmetric", "int4_channel", "nvfp4", "nvfp4_ct")  # most matrices
 CASES = [  # family, how it is stored, what its experts are then
     ("deepseek_v3", "block", "fp8"),
     pytest.param("deepseek_v3", "ue8m0", "fp8", marks=pytest.mark.thorough),
@@ -36,6 +37,14 @@ CASES = [  # family, how it is stored, what its experts are then
     ("deepseek_v3", "int4", "int4"),
     ("deepseek_v3", "mxfp4", "fp4"),
     ("deepseek_v2", "int4_all", "int4"),
+    ("deepseek_v3", "mixed", "int4"),
+    ("deepseek_v3", "w4afp8", "int4"),
+    ("deepseek_v3", "awq", "int4"),
+    ("deepseek_v2", "gptq", "int4"),
+    ("glm_moe_dsa", "int4_asymmetric", "int4"),
+    ("deepseek_v3", "int4_channel", "int4"),
+    ("deepseek_v32", "nvfp4", "nvfp4"),
+    ("glm4_moe_lite", "nvfp4_ct", "nvfp4"),
     ("axk2", "block", "fp8"),
     pytest.param("axk2", "compressed_block", "fp8", marks=pytest.mark.thorough),
     pytest.param("axk2", "compressed_channel", "plain", marks=pytest.mark.thorough),
@@ -90,7 +99,9 @@ def test_logits_on_two_ranks(family: str, scheme: str, experts: str, tmp_path: P
     results = check_pair(family, scheme, tmp_path, False)
     for _, kinds, num_quantized, num_linears in results:
         assert kinds == {experts}
-        assert num_quantized / num_linears >= (0.5 if experts == "fp8" or "published" in scheme else 0)
+        assert num_quantized / num_linears >= (
+            0.5 if experts == "fp8" or "published" in scheme or scheme in IN_4_BITS else 0
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """Experts: the torch code against transformers' modules and float64, the Triton kernels against both.
 
-Kernels run on a GPU, in Triton's interpreter without one (but 4 bits, whose conversion is assembler).
+Kernels run on a GPU, in Triton's interpreter without one.
 """
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -19,11 +20,13 @@ from dcpmla.model.experts import ExpertWeights, compute_experts
 from dcpmla.model.glu import SWIGLU, Glu
 from dcpmla.parallel.formats import AnyWeight, Quantized, dequantize
 from dcpmla.parallel.fp8 import quantize_rows
-from dcpmla.parallel.quantized import NormedRows, QuantizedRows, unpack
+from dcpmla.parallel.quantized import NormedRows, QuantizedRows, fields
 from tests.support.glu import GLUS, glu_of
 from tests.support.kernels import nan_in_new_memory, run_kernels
+from tests.support.packed import KINDS as PACKED
+from tests.support.packed import make_packed
 
-FORMATS = ("plain", "fp8", "fp4", "int4")
+FORMATS = ("plain", "fp8", *PACKED)
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}  # relative, of norms
 
 
@@ -36,11 +39,7 @@ def make_weight(kind: str, shape: tuple[int, int, int], dtype: torch.dtype, gene
         codes = (torch.randn(shape, generator=generator) * 100).clamp(-448, 448).to(FP8)
         scales = torch.rand(num_experts, num_rows // 128, num_cols // 128, generator=generator) + 0.5
         return Quantized(codes, scales * num_cols**-0.5 / 100)
-    codes = torch.randint(256, (num_experts, num_rows, num_cols // 2), dtype=torch.uint8, generator=generator)
-    shape = num_experts, num_rows, num_cols // 32
-    if kind == "int4":
-        return Quantized(codes, (torch.rand(shape, generator=generator) * num_cols**-0.5 / 3).bfloat16())
-    return Quantized(codes, torch.randint(118, 123, shape, dtype=torch.uint8, generator=generator))
+    return make_packed(kind, (num_experts, num_rows), num_cols, generator)
 
 
 def make_case(
@@ -150,8 +149,8 @@ def compute_by_kernels(
 ) -> Tensor:
     from dcpmla.model.kernels import experts as kernels
 
-    codes = *unpack(gate_up), *unpack(down)
-    num_experts = len(codes[2])
+    codes = *fields(gate_up), *fields(down)
+    num_experts = len(codes[4])
     call = RoutedRows(x, quantized, ids, weights, *codes, glu, num_experts, is_deterministic)
     return kernels.compute_experts(call)
 
@@ -175,7 +174,7 @@ def check_kernels(device: str, dtype: torch.dtype, kinds: tuple[str, ...], sizes
                 assert torch.equal(out, compute_by_kernels(*moved[:3], *moved[3], glu))
                 # The last bits of h move its codes, by a sixteenth: of one row of few by a hundredth.
                 tolerance = max(1e-2 if kind == "fp8" else 0, TOLERANCE[dtype])
-                value_dtype = torch.bfloat16 if kind == "int4" else torch.float32
+                value_dtype = torch.bfloat16 if kind.startswith("int4") else torch.float32
                 wanted = brute_force(*case, glu, kind == "fp8", value_dtype)
                 assert_near(out, wanted, tolerance)
                 if kind in ("plain", "fp8"):
@@ -192,6 +191,21 @@ def check_kernels(device: str, dtype: torch.dtype, kinds: tuple[str, ...], sizes
 
 def test_kernels_in_the_interpreter() -> None:
     run_kernels("cpu", partial(check_kernels, dtype=torch.float32, kinds=("plain",), sizes=(1, 21, 72, 40)))
+
+
+def check_packed_kernels(device: str, kinds: tuple[str, ...]) -> None:
+    """Check few tokens and many: tiles wider and narrower than groups."""
+    for kind, num_tokens in itertools.product(kinds, (1, 21)):
+        case = make_case(kind, num_tokens, 5, 3, 384, 128, torch.float32, seed=num_tokens)
+        out = compute_by_kernels(*case[:3], *case[3], SWIGLU)
+        value_dtype = torch.bfloat16 if kind.startswith("int4") else torch.float32
+        wanted = brute_force(*case, SWIGLU, False, value_dtype)
+        # Kernels round scales in float16 to bfloat16 first.
+        assert_near(out, wanted, 4e-3 if "zeros" in kind else TOLERANCE[torch.float32])
+
+
+def test_packed_kernels_in_the_interpreter() -> None:
+    run_kernels("cpu", partial(check_packed_kernels, kinds=("fp4", "nvfp4", "int4", "int4_128_zeros")))
 
 
 def check_given_codes(device: str) -> None:

@@ -137,21 +137,26 @@ def test_the_operator_on_a_gpu() -> None:
     assert torch.equal(dequantize_blocks(*weight[:2], torch.bfloat16), dequantize(weight, torch.bfloat16))
 
 
-def compile_product(kernel: Any, tiles: dict[str, str], num_tokens: int, **pointers: str) -> str:
+def compile_product(
+    kernel: Any, tiles: dict[str, str], num_tokens: int, others: dict[str, Any] | None = None, **pointers: str
+) -> str:
     """Compile a product by a weight of DeepSeek-V3's size; return its PTX.
 
     Args:
         tiles: Types of the rows that a descriptor loads.
+        others: More constants.
     """
     from triton.compiler import ASTSource
 
     from dcpmla.parallel.kernels.linear import choose_tiling
 
     tiling = choose_tiling(num_tokens, 2112, 7168)
-    constants, names = {"SPLITS": tiling.splits, "STAGES": 4}, kernel.arg_names
+    constants, names = {"SPLITS": tiling.splits, "STAGES": 4, **(others or {})}, kernel.arg_names
     types = {"out_ptr": "*bf16", "arrivals_ptr": "*i32", "partials_ptr": "*fp32"} | pointers
     sizes = {"x_desc": tiling.tokens, "weight_desc": 64}
-    types |= {name: f"tensordesc<{dtype}[{sizes[name]}, 128]>" for name, dtype in tiles.items()}
+    types |= {
+        name: f"tensordesc<{dtype}[{sizes[name]}, {64 if dtype == 'u8' else 128}]>" for name, dtype in tiles.items()
+    }
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     aligned = [(at,) for at, name in enumerate(names) if name.endswith(("_ptr", "columns"))]
     attributes = {at: [["tt.divisibility", 16]] for at in aligned}

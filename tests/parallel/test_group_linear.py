@@ -4,6 +4,7 @@ Kernels run on a GPU, in Triton's interpreter without one, and are compiled for 
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from dcpmla.parallel.reformat import reorder_rows
 from tests.attention.test_decode_compile import compile_for_hopper
 from tests.parallel.test_fp8_linear import assert_near, blocks, compile_product, rows
 from tests.support.kernels import on_both, run_kernels
+from tests.support.packed import KINDS, make_packed
 
 FP8 = torch.float8_e4m3fn
 
@@ -56,6 +58,43 @@ def check_kernel(
     assert torch.equal(kernels.dequantize_groups(weight, torch.bfloat16).double(), exact(weight))
 
 
+def check_packed(device: str, kind: str, dtype: torch.dtype, num_tokens: int, num_rows: int, width: int) -> None:
+    """Compare both regimes with float64, over the same values in 16 bits."""
+    from dcpmla.parallel.kernels import group_linear as kernels
+
+    generator = torch.Generator().manual_seed(num_rows)
+    weight = make_packed(kind, (num_rows,), width, generator).map(lambda part: part.to(device))
+    x = rows(num_tokens, width, dtype, device)
+    # Integers are rounded to bfloat16, and scales in float16 before; the factors of e2m1 multiply sums.
+    exact_dtype = torch.float64 if kind.endswith("fp4") else torch.bfloat16
+    values = dequantize(weight, exact_dtype).double()
+    arrivals = torch.zeros(-(-num_rows // 64) * 2, dtype=torch.int32, device=device)
+    for function in (kernels.multiply, kernels.group_linear):
+        out = function(x, weight, arrivals)
+        assert (out.dtype, out.shape) == (dtype, (num_tokens, num_rows))
+        expected = x.double() @ values.T
+        assert (out.double() - expected).norm() <= 5e-3 * expected.norm()
+    assert not arrivals.any()
+    got = kernels.dequantize_groups(weight, torch.bfloat16).double()
+    assert (got - values).norm() <= 4e-3 * values.norm()
+
+
+def check_packed_kernels(device: str) -> None:
+    for kind in KINDS:
+        if device == "cuda":
+            for num_tokens in (1, 8, 17, 33, 100, 300):
+                for num_rows, width in ((2112, 7168), (7168, 2048), (200, 128)):
+                    check_packed("cuda", kind, torch.bfloat16, num_tokens, num_rows, width)
+        for num_tokens, num_rows, width in ((3, 72, 14 * 128), (17, 40, 384), (131, 72, 256)) * (device == "cpu"):
+            check_packed("cpu", kind, torch.float32, num_tokens, num_rows, width)
+    check_packed(device, "int4", torch.float32 if device == "cpu" else torch.bfloat16, 3, 72, 160)  # a part of a tile
+
+
+@on_both
+def test_packed_kernels(device: str) -> None:
+    run_kernels(device, check_packed_kernels)
+
+
 def check_kernels(device: str) -> None:
     if device == "cuda":
         for num_tokens in (1, 8, 17, 33, 100, 300):
@@ -81,7 +120,22 @@ def test_the_kernel_compiles_for_hopper(num_tokens: int) -> None:
     from dcpmla.parallel.kernels.group_linear import group_linear_kernel
 
     tiles = {"x_desc": "bf16", "weight_desc": "fp8e4nv"}
-    assert "k16.f32.bf16.bf16" in compile_product(group_linear_kernel, tiles, num_tokens, weight_scales_ptr="*u8")
+    others = {"GROUP": 32, "weight_zeros_ptr": None, "weight_factors_ptr": None}
+    ptx = compile_product(group_linear_kernel, tiles, num_tokens, others, weight_scales_ptr="*u8")
+    assert "k16.f32.bf16.bf16" in ptx
+
+
+@pytest.mark.parametrize(("scales", "group", "zeros"), [("u8", 32, False), ("fp8e4nv", 16, False), ("fp16", 128, True)])
+def test_packed_products_compile_for_hopper(scales: str, group: int, zeros: bool) -> None:
+    from dcpmla.parallel.kernels.group_linear import group_linear_kernel
+
+    for num_tokens in (1, 128):
+        pointers = {"weight_scales_ptr": f"*{scales}", "weight_zeros_ptr": "*u8", "weight_factors_ptr": "*fp32"}
+        others: dict[str, Any] = {"GROUP": group}
+        others |= {} if zeros else {"weight_zeros_ptr": None}
+        others |= {} if scales == "fp8e4nv" else {"weight_factors_ptr": None}
+        tiles = {"x_desc": "bf16", "weight_desc": "u8"}
+        assert "k16.f32.bf16.bf16" in compile_product(group_linear_kernel, tiles, num_tokens, others, **pointers)
 
 
 def test_the_operator() -> None:
@@ -138,7 +192,9 @@ def test_dequantizing_compiles_for_hopper() -> None:
 
     from dcpmla.parallel.kernels.group_linear import dequantize_groups_kernel
 
-    types = {"codes_ptr": "*fp8e4nv", "scales_ptr": "*u8", "out_ptr": "*bf16"}
-    ptx, log = compile_for_hopper(dequantize_groups_kernel, ASTSource, types, {"GROUPS": 64}, num_warps=4)
-    assert "ld.global.v4" in ptx  # 16 codes at a time
-    assert "0 bytes spill stores" in log
+    for codes, group in (("fp8e4nv", 32), ("u8", 128)):
+        types = {"codes_ptr": f"*{codes}", "scales_ptr": "*u8", "out_ptr": "*bf16"}
+        constants = {"GROUPS": 64, "GROUP": group, "zeros_ptr": None, "factors_ptr": None}
+        ptx, log = compile_for_hopper(dequantize_groups_kernel, ASTSource, types, constants, num_warps=4)
+        assert "ld.global.v4" in ptx  # 16 codes at a time
+        assert "0 bytes spill stores" in log

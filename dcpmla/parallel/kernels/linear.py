@@ -173,9 +173,9 @@ def multiply(
     return out
 
 
-def describe(rows: Tensor, num_rows: int) -> TensorDescriptor:
-    """Describe contiguous rows for TMA loads of num_rows rows of one block."""
-    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [num_rows, BLOCK])
+def describe(rows: Tensor, num_rows: int, num_columns: int = BLOCK) -> TensorDescriptor:
+    """Describe contiguous rows for TMA loads of num_rows rows of one block, or of other columns."""
+    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [num_rows, num_columns])
 
 
 @cache
