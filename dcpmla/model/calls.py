@@ -5,8 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from dcpmla.model.glu import Glu
-from dcpmla.parallel.formats import AnyWeight
-from dcpmla.parallel.quantized import QuantizedRows, pack
+from dcpmla.parallel.quantized import QuantizedRows
 
 
 class Sums(NamedTuple):
@@ -60,9 +59,3 @@ class RoutedRows(NamedTuple):
     glu: Glu
     num_experts: int
     is_deterministic: bool
-
-    @property
-    def weights(self) -> tuple[AnyWeight, AnyWeight]:
-        """gate_up and down."""
-        gate_up = self.gate_up, self.gate_up_scales, self.gate_up_zeros, self.gate_up_factors
-        return pack(*gate_up), pack(self.down, self.down_scales, self.down_zeros, self.down_factors)

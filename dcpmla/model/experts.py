@@ -13,9 +13,9 @@ from dcpmla.model.glu import SWIGLU, Glu, activate
 from dcpmla.operators import operator
 from dcpmla.parallel.by_rows import by_rows
 from dcpmla.parallel.fixed import multiply_rows
-from dcpmla.parallel.formats import BLOCK, GROUP, AnyWeight, dequantize, format_name
+from dcpmla.parallel.formats import BLOCK, GROUP, AnyWeight, Quantized, dequantize, format_name
 from dcpmla.parallel.fp8 import runs_fp8
-from dcpmla.parallel.quantized import NormedRows, PlainRows, fields, plain, unpack
+from dcpmla.parallel.quantized import NormedRows, PlainRows, fields, pack, plain, unpack
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -35,8 +35,8 @@ class ExpertWeights(NamedTuple):
     @property
     def takes_quantized(self) -> bool:
         """True if quantized rows save work: the weights are fp8, on a device that would quantize other rows."""
-        codes = unpack(self.gate_up)[0]
-        return codes.dtype == FP8 and runs_fp8(codes.device)
+        codes, scales = unpack(self.gate_up)
+        return scales is not None and codes.dtype == FP8 and runs_fp8(codes.device)
 
 
 def compute_experts(
@@ -85,7 +85,7 @@ def compute_experts(
 )
 def _compute(call: RoutedRows) -> Tensor:
     x, expert_ids, expert_weights = call.x, call.expert_ids, call.expert_weights
-    (gate_up, down), glu, is_deterministic = call.weights, call.glu, call.is_deterministic
+    gate_up, down, glu, is_deterministic = pack(*call[4:8]), pack(*call[8:12]), call.glu, call.is_deterministic
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in expert_ids.unique().tolist():
         if 0 <= expert < len(call.down):
@@ -136,16 +136,16 @@ def _check(x: Tensor, expert_ids: Tensor, expert_weights: Tensor, weights: Exper
 
 
 def _shape(name: str, weight: AnyWeight, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Return [E, N, K] of a weight.
+    """Return [E, N, K] of a weight; raise ValueError if its format does not allow its dtypes or scales."""
+    if isinstance(weight, Quantized):
+        return _shape_of_codes(name, weight)
+    if weight.dtype != dtype or weight.ndim != 3:
+        raise ValueError(f"{name} is {weight.dtype} {tuple(weight.shape)}; expected [E, N, K] of {dtype}, as x")
+    num_experts, num_rows, num_cols = weight.shape
+    return num_experts, num_rows, num_cols
 
-    Raises:
-        ValueError: Its format does not allow its dtypes or scales.
-    """
-    if isinstance(weight, Tensor):
-        if weight.dtype != dtype or weight.ndim != 3:
-            raise ValueError(f"{name} is {weight.dtype} {tuple(weight.shape)}; expected [E, N, K] of {dtype}, as x")
-        num_experts, num_rows, num_cols = weight.shape
-        return num_experts, num_rows, num_cols
+
+def _shape_of_codes(name: str, weight: Quantized) -> tuple[int, int, int]:
     (num_experts, num_rows, num_cols), scales, held = weight.codes.shape, weight.scales, weight.format
     num_cols *= 1 + held.is_packed
     multiple = BLOCK if held.rows > 1 else GROUP
@@ -153,7 +153,8 @@ def _shape(name: str, weight: AnyWeight, dtype: torch.dtype) -> tuple[int, int, 
         raise ValueError(f"{name} has {num_rows} x {num_cols} values an expert; scales need multiples of {multiple}")
     shape = num_experts, num_rows // held.rows, num_cols // held.columns
     codes_dtype = torch.uint8 if held.is_packed else FP8
-    if (weight.codes.dtype, scales.dtype, scales.shape) != (codes_dtype, held.scales, shape):
+    is_group = BLOCK % held.columns == 0 and held.columns > 1
+    if not is_group or (weight.codes.dtype, scales.dtype, scales.shape) != (codes_dtype, held.scales, shape):
         raise ValueError(
             f"{name} has codes {weight.codes.dtype} {tuple(weight.codes.shape)} and scales {scales.dtype} "
             f"{tuple(scales.shape)}; expected {codes_dtype} and {held.scales} {shape}"

@@ -3,7 +3,7 @@
 Products with them are in `parallel/fp8.py` and `parallel/packed.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -120,6 +120,15 @@ def is_block_fp8(weight: AnyWeight) -> bool:
 def is_packed(weight: AnyWeight) -> bool:
     """Return whether a weight has codes in 4 bits."""
     return isinstance(weight, Quantized) and weight.format.is_packed
+
+
+def can_stack(parts: Sequence[AnyWeight], num_columns: int) -> bool:
+    """Return whether a linear layer can hold parts [.., K], one above the other, as they are stored."""
+    first = format_of(parts[0])
+    if first is None or any(format_of(part) != first for part in parts):
+        return False
+    on_grid = all(len(part.codes) % BLOCK == 0 for part in parts[:-1] if isinstance(part, Quantized))
+    return (on_grid or first != FP8) and num_columns % (GROUP if first.is_packed else BLOCK) == 0
 
 
 def dequantize(weight: AnyWeight, dtype: torch.dtype) -> Tensor:

@@ -16,17 +16,7 @@ from torch.nn import functional as F
 
 from dcpmla.parallel.collectives import named
 from dcpmla.parallel.fixed import fixed_linear, sum_in_order
-from dcpmla.parallel.formats import (
-    BLOCK,
-    FP8,
-    GROUP,
-    AnyWeight,
-    Quantized,
-    dequantize,
-    format_of,
-    is_block_fp8,
-    is_packed,
-)
+from dcpmla.parallel.formats import BLOCK, FP8, AnyWeight, Quantized, can_stack, dequantize, is_block_fp8
 from dcpmla.parallel.fp8 import dequantize_blocks, fp8_linear, runs_fp8
 from dcpmla.parallel.group_linear import multiply_quantized
 from dcpmla.parallel.quantized import AnyRows, Fp8Product, NormedRows, QuantizedRows, plain
@@ -52,8 +42,7 @@ class Linear(nn.Module):
 
     Attributes:
         weight: Weight [out, in] in dtype, or codes; not initialized before `load`.
-        weight_scale: Scales of codes; None for a weight in dtype.
-        weight_zeros, weight_factors: Zero points of groups and factors of rows, if the format has them (`Quantized`).
+        weight_scale, weight_zeros, weight_factors: The other fields of `Quantized`; None for a weight in dtype.
         input_scale: Static scale of inputs, float32 [1], from the checkpoint's calibration, for callers that quantize
             an input before they pass it (`quant_for`); None if the checkpoint has none. The layer itself does not read
             it: when it quantizes a plain input, the input determines its own scales.
@@ -129,13 +118,7 @@ class Linear(nn.Module):
         return Quantized(*held).map(lambda part: part[rows])
 
     def _stays_quantized(self, parts: tuple[AnyWeight, ...]) -> bool:
-        if len(set(map(format_of, parts))) > 1:
-            return False
-        if is_packed(parts[0]):
-            return self.in_features % GROUP == 0
-        on_grid = all(len(part.codes) % BLOCK == 0 for part in parts[:-1] if not isinstance(part, Tensor))
-        is_whole = self.in_features % BLOCK == 0 and (on_grid or not is_block_fp8(parts[0]))
-        return is_whole and isinstance(parts[0], Quantized)
+        return can_stack(parts, self.in_features)
 
     def _hold(self, parts: tuple[Quantized, ...]) -> None:
         """Replace the weight's memory by codes, scales, and counters of programs that finished a part of a product."""

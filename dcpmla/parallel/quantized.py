@@ -81,9 +81,9 @@ def plain(x: AnyRows) -> Tensor:
     return x.plain if isinstance(x, NormedRows) else x
 
 
-def pack(codes: Tensor, scales: Tensor | None, zeros: Tensor | None = None, factors: Tensor | None = None) -> AnyWeight:
+def pack(codes: Tensor, scales: Tensor | None, *others: Tensor | None) -> AnyWeight:
     """Return a weight of the fields of `Quantized`; the codes alone if there are no scales."""
-    return codes if scales is None else Quantized(codes, scales, zeros, factors)
+    return codes if scales is None else Quantized(codes, scales, *others)
 
 
 def fields(weight: AnyWeight) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:

@@ -84,7 +84,7 @@ def compute_experts(call: RoutedRows) -> Tensor:
     x, quantized, glu, num_experts, is_deterministic = *call[:2], call.glu, call.num_experts, call.is_deterministic
     ids, expert_weights = call.expert_ids.contiguous(), call.expert_weights.contiguous()
     (num_tokens, top_k), num_routes = ids.shape, ids.numel()
-    gate_up, down = (pack(codes, *map(_contiguous, others)) for codes, *others in map(fields, call.weights))
+    gate_up, down = (pack(codes, *map(_contiguous, others)) for codes, *others in (call[4:8], call[8:12]))
     num_own, width, hidden = len(call.down), call.gate_up.shape[1] // 2, call.down.shape[1]
     kind = call.gate_up.dtype if call.gate_up.dtype in _FEW else torch.bfloat16
     fuses = not is_deterministic  # a compiler may fuse in one kernel's code and not in another's
