@@ -45,7 +45,7 @@ def make_pair(source: Path, directory: Path, scheme: str) -> tuple[dict[str, Wei
     """Return the weights of a quantized checkpoint, and the tensors of its twin."""
     write_quantized(source, directory / "quantized", scheme)
     write_dequantized(source, directory / "twin", scheme)
-    check_quantization(json.loads((directory / "quantized" / "config.json").read_text())["quantization_config"])
+    check_quantization(SCHEMES[scheme].config)
     weights, twin = (open_checkpoint(directory / name).weights("") for name in ("quantized", "twin"))
     more = ("input_scale", "layers.4.shared_head.norm.weight")  # the latter of multi-token prediction
     assert {name for name in weights if not name.endswith(more)} == set(twin)

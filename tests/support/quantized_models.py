@@ -98,6 +98,7 @@ def _mixed() -> dict[str, Any]:
     return config | {"config_groups": {"group_0": others, "group_1": experts}}
 
 
+W4AFP8 = {"quant_method": "w4afp8"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 _NOT_ROUTED = "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"
@@ -135,7 +136,7 @@ SCHEMES = {
         torch.uint8,
     ),
     "mixed": Scheme((1, 128), "_scale", _mixed(), torch.bfloat16),
-    "w4afp8": Scheme((1, 128), "_scale_inv", {"quant_method": "w4afp8"}),
+    "w4afp8": Scheme((1, 128), "_scale_inv", W4AFP8),
     "awq": Scheme(
         (1, 64), "", {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
     ),
@@ -277,4 +278,8 @@ def _save(source: Path, target: Path, tensors: dict[str, Tensor], fields: dict[s
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text())
+    if fields.get("quantization_config") == W4AFP8:  # in the file that SGLang reads
+        own = {"quantization": {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None}}
+        (target / "hf_quant_config.json").write_text(json.dumps(own))
+        fields = {}
     (target / "config.json").write_text(json.dumps(config | fields))
