@@ -20,7 +20,7 @@ from dcpmla.parallel.linear import Linear, read_linear
 from dcpmla.runtime.sampling import SamplingParams
 from tests.integrations.test_transformers import prompts
 from tests.support.models import FAMILIES, LARGE4_SHARING, SPARSE_FAMILIES, save_tiny
-from tests.support.quantized_models import SCHEMES, save_wide
+from tests.support.quantized_models import AWQ, SCHEMES, save_wide
 from tests.support.ranks import run_ranks
 from tests.support.whole_models import load_engine_on_rank
 
@@ -56,6 +56,8 @@ MXFP8 = {"quantization_config": SCHEMES["e8m0_32"].config, "num_nextn_predict_la
         ("deepseek_v4", MXFP8 | {"expert_dtype": "fp4"}, "fp4"),
         ("deepseek_v3", {"quantization_config": SCHEMES["int4"].config, "num_nextn_predict_layers": 0}, "int4"),
         ("deepseek_v3", {"quantization_config": SCHEMES["mxfp4"].config, "num_nextn_predict_layers": 0}, "fp4"),
+        ("deepseek_v3", {"quantization_config": AWQ, "num_nextn_predict_layers": 1}, "int4"),
+        ("deepseek_v3", {"quantization_config": SCHEMES["nvfp4"].config, "num_nextn_predict_layers": 0}, "nvfp4"),
         *([("axk2", FP8 | {"num_nextn_predict_layers": 0}, "fp8")] if "axk2" in SPARSE_FAMILIES else []),
     ],
 )
@@ -66,8 +68,8 @@ def test_a_config_alone_generates(family: str, fields: dict[str, Any], experts: 
     (tmp_path / "config.json").write_text(json.dumps(config | fields))
     first, second = run_ranks(2, outcome, tmp_path)
     assert first[0] == second[0]
-    has_fp8 = fields.get("quantization_config") in (SCHEMES["block"].config, SCHEMES["e8m0_32"].config)
-    assert first[1:] == second[1:] == ({experts}, has_fp8)
+    kept = [SCHEMES[scheme].config for scheme in ("block", "e8m0_32", "awq", "nvfp4")]
+    assert first[1:] == second[1:] == ({experts}, fields.get("quantization_config") in kept)
 
 
 @pytest.mark.usefixtures("one_process_on_cpu")
