@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from dcpmla.config import DCPConfig
 from dcpmla.model.moe import MoE
@@ -16,7 +17,9 @@ from tests.planning.test_plan_truth import check as check_bytes
 from tests.support.engines import new_engine
 from tests.support.models import FAMILIES
 from tests.support.oracle import Oracle
-from tests.support.quantized_models import save_wide, write_dequantized, write_quantized
+from tests.support.packers import PACKERS
+from tests.support.plain_mtp import PlainMtp
+from tests.support.quantized_models import AWQ, save_wide, write_dequantized, write_quantized
 from tests.support.ranks import message_of, run_ranks
 from tests.support.whole_models import draw_prompts, load_on_rank, poisoned_cache, serve
 
@@ -126,3 +129,41 @@ def test_experts_that_are_not_in_e2m1_are_not_re_encoded(tmp_path: Path) -> None
     for scheme in ("wide", "int4"):
         (message,) = run_ranks(1, message_of, outcome, tmp_path / scheme, 1, False, "fp8")
         assert message.startswith("expert_dtype (--expert-dtype) is 'fp8', but the experts model.layers")
+
+
+def values_on_rank(directory: Path) -> dict[str, tuple[torch.Tensor, bool]]:
+    """On one rank: values of all linear layers of the model and of its MTP module, and whether they are packed."""
+    model, _ = load_on_rank(directory, DCPConfig(block_size=4), with_mtp=True)
+    roots = {name: root for name, root in vars(model).items() if isinstance(root, torch.nn.Module)}
+    return {
+        f"{root}.{name}": (part.product(torch.eye(part.in_features)), part.weight.dtype == torch.uint8)
+        for root, module in roots.items()
+        for name, part in module.named_modules()
+        if isinstance(part, Linear)
+    }
+
+
+@pytest.mark.parametrize("of_module", [False, True])
+def test_an_mtp_module_in_another_format(of_module: bool, tmp_path: Path) -> None:
+    """The tensors decide: only the module is packed in AWQ, or only the model."""
+    module = PlainMtp("deepseek_v3", hidden_size=256, intermediate_size=512, kv_lora_rank=128, q_lora_rank=128)
+    module.save(tmp_path / "twin")
+    block, stored, twin = f".layers.{module.config.num_hidden_layers}.", {}, {}
+    for name, tensor in load_file(tmp_path / "twin" / "model.safetensors").items():
+        is_linear = name.endswith("_proj.weight") and tensor.ndim == 2 and "eh_proj" not in name
+        stored[name] = twin[name] = tensor
+        if is_linear and (block in name) == of_module and tensor.shape[1] % 64 == 0 == tensor.shape[0] % 8:
+            values, parts = PACKERS["awq"](stored.pop(name), 64)
+            stored |= {name.removesuffix("weight") + other: part.contiguous() for other, part in parts.items()}
+            twin[name] = values
+    (tmp_path / "stored").mkdir()
+    module.config.quantization_config = AWQ
+    module.config.save_pretrained(tmp_path / "stored")
+    for directory, tensors in (("stored", stored), ("twin", twin)):
+        save_file(tensors, tmp_path / directory / "model.safetensors")
+    (found,), (expected,) = (run_ranks(1, values_on_rank, tmp_path / name) for name in ("stored", "twin"))
+    assert found.keys() == expected.keys()
+    for name, (values, is_packed) in found.items():
+        torch.testing.assert_close(values, expected[name][0], rtol=1e-5, atol=1e-6)
+        assert not is_packed or name.startswith("_mtp") == of_module
+    assert any(is_packed for _, is_packed in found.values())
