@@ -41,7 +41,7 @@ class RoutedRows(NamedTuple):
         gate_up_scales, down_scales: Scales of the codes; None for weights in the rows' dtype.
         gate_up_zeros, down_zeros, gate_up_factors, down_factors: The other fields of `Quantized`.
         num_experts: Number of experts over all ranks that share the routes. Kernels are chosen by it.
-        is_deterministic: Whether a row's bits depend on no other row (`parallel.fixed`); not in groups of 32.
+        is_deterministic: Whether a row's bits depend on no other row (`parallel.fixed`); not in 4 bits.
     """
 
     x: Tensor

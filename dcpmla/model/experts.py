@@ -60,7 +60,7 @@ def compute_experts(
         expert_ids: int32 [T, k]; ids outside [0, E) are ignored: other ranks' experts, LongCat's zero experts.
         expert_weights: float32 [T, k].
         num_experts: Number of experts over all ranks that share the routes; None for E. Kernels are chosen by it.
-        is_deterministic: Whether a row's bits depend on no other row (`parallel.fixed`); not in groups of 32.
+        is_deterministic: Whether a row's bits depend on no other row (`parallel.fixed`); not in 4 bits.
     Returns:
         [T, H] in x's dtype. Sums are in float32; glu(gate, up), which takes the expert's weight, is rounded to x's
         dtype, and with more than a few tokens, or if deterministic, so is each expert's output, before the sum over

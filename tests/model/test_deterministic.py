@@ -116,7 +116,7 @@ def test_norms_on_a_gpu() -> None:
 
 
 def test_refusals() -> None:
-    """Modules without such a mode, and weights in groups of 32, are named."""
+    """Modules without such a mode, and weights with scales for groups of inputs, are named."""
     gate = NormGate(torch.zeros(4, 8), torch.zeros(8, 4))
     in_groups = Linear(128, 4, dtype=torch.bfloat16)
     codes = torch.zeros(4, 128, dtype=torch.float8_e4m3fn), torch.full((4, 4), 127, dtype=torch.uint8)
@@ -125,8 +125,8 @@ def test_refusals() -> None:
     moe.experts = ExpertWeights(*make_case("fp4", 1, 6, 1, 64, 64)[3])
     cases: list[tuple[Any, str]] = [
         (gate, r"does not support NormGate \(0\)"),
-        (in_groups, r"weights that share a scale in groups of 32 \(0\)"),
-        (moe, r"weights that share a scale in groups of 32 \(0\)"),
+        (in_groups, r"weights with scales for groups of inputs \(0\)"),
+        (moe, r"weights with scales for groups of inputs \(0\)"),
         (nn.Linear(2, 2), r"does not support Linear \(0\)"),
     ]
     for module, message in cases:

@@ -168,6 +168,21 @@ def test_weights_stay_as_they_are_stored() -> None:
     assert narrow.weight_scale is None
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_weights_stay_as_they_are_stored(kind: str) -> None:
+    """Parts in one format are stacked; beside another format they become values."""
+    generator = torch.Generator().manual_seed(1)
+    first, second = (make_packed(kind, (num_rows,), 256, generator) for num_rows in (72, 128))
+    x = rows(5, 256, torch.float32)
+    for parts, is_packed in (((first, second), True), ((first, dequantize(second, torch.float32)), False)):
+        linear = Linear(256, 200, dtype=torch.float32)
+        linear.load(*parts)
+        values = torch.cat([dequantize(part, torch.float32) for part in parts])
+        assert (linear.weight.dtype == torch.uint8) == (linear.weight_scale is not None) == is_packed
+        torch.testing.assert_close(linear(x.view(5, 1, 256)), F.linear(x, values).view(5, 1, 200))
+        torch.testing.assert_close(linear.product(x, slice(71, 190)), F.linear(x, values[71:190]))
+
+
 def test_rows_in_another_order() -> None:
     order, weight = torch.arange(24).roll(5), groups(72, 64)
     moved = reorder_rows(weight, order)
