@@ -82,7 +82,10 @@ RUNS = [
         "geometry weights tokens",
         [
             (*pair, num)
-            for pair in (("v3-tp4", "bf16"), ("v3-tp4", "fp8"), ("v4-flash", "fp8"), ("v4-flash", "fp4"))
+            for pair in (
+                *(("v3-tp4", weights) for weights in ("bf16", "fp8", "nvfp4", "int4_128", "awq")),
+                *(("v4-flash", weights) for weights in ("fp8", "fp4")),
+            )
             for num in (1, 5)
         ],
     ),
@@ -187,7 +190,7 @@ def scaled(result: Any) -> Any:
         (f"{PREFILL} --topk 20", "prefill:PrefillInputs.call", lambda call: call._replace(mask=None), "error", 2),
         (f"{SPARSE} --batch 2 -dcp 1 --heads 3", "sparse:SelectionInputs.score", torch.neg, "different", 2),
         ("output --heads 2 --tokens 3", "output:OutputInputs.fused", lambda r: r.view(torch.uint8) ^ 1, "different", 5),
-        (f"{EXPERTS} --tokens 5", "experts:ExpertsInputs.ours", scaled, "error", 4),
+        (f"{EXPERTS} --tokens 5", "experts:ExpertsInputs.ours", scaled, "error", 7),
         ("reduce --tokens 3 --row-width 64", "exchange_inputs:AddNorm.run", scaled, "error", 1),
     ],
 )
