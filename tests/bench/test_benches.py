@@ -140,7 +140,8 @@ def check_counts(kind: str, row: dict[str, Any]) -> None:
         num_values = row["tokens"] * (row["top_k"] + row["num_shared"]) * 3 * 256 * 128
         assert row["tflops"] == pytest.approx(2 * num_values / row["median_us"] / 1e6, abs=6e-4)
         if row["tokens"] == 1:
-            assert row["bytes_read"] == num_values * {"bf16": 2, "fp8": 1, "fp4": 0.53125}[row["weights"]]
+            packed = {"fp4": 0.53125, "nvfp4": 0.5625 + 4 / 7168, "int4_128": 0.515625, "awq": 0.5234375}
+            assert row["bytes_read"] == int(num_values * ({"bf16": 2, "fp8": 1} | packed)[row["weights"]])
         assert row["router_us"] > 0
     if row.get("operation") == "selection":  # of keys of 128 numbers, or of as many bytes and a scale
         assert row["index_bytes"] == 2 * 70 // row["dcp"] * (512 if row["index_cache_dtype"] == "auto" else 132)
