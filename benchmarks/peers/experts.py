@@ -19,9 +19,10 @@ from benchmarks.peers.libraries import load_deep_gemm, load_humming, load_vllm
 from dcpmla.bench.results import leave_out
 from dcpmla.comm.terms import add_terms
 from dcpmla.model.experts import ExpertWeights
+from dcpmla.parallel.formats import BLOCK, Quantized
 from dcpmla.parallel.fp8 import quantize_rows
 from dcpmla.parallel.kernels import quantize
-from dcpmla.parallel.quantized import BLOCK, BlockFp8, QuantizedRows, empty_groups
+from dcpmla.parallel.quantized import QuantizedRows, empty_groups
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]  # takes x, expert_ids, expert_weights, as `compute_experts`
 MakeExperts = Callable[[ExpertWeights], Experts]
@@ -60,7 +61,7 @@ class DeepGemm:
         self._multiply(h, down, out, ends)
         return sum_rows(out, rows, top_k)
 
-    def _multiply(self, x: QuantizedRows, weight: BlockFp8, out: Tensor, ends: Tensor) -> None:
+    def _multiply(self, x: QuantizedRows, weight: Quantized, out: Tensor, ends: Tensor) -> None:
         self._library.m_grouped_fp8_gemm_nt_contiguous(x, weight, out, ends[:-1], use_psum_layout=True)
 
 
@@ -78,7 +79,7 @@ class Humming:
         self._tiles: dict[int, list[dict[str, Any]]] = {}
         self._locks = torch.zeros(_LOCKS, dtype=torch.int32, device=down.codes.device)
 
-    def _prepare(self, weight: BlockFp8) -> tuple[Any, dict[str, Tensor]]:
+    def _prepare(self, weight: Quantized) -> tuple[Any, dict[str, Tensor]]:
         """Return the configuration of a product, and its weight in humming's order."""
         num_experts, num_rows, num_cols = weight.codes.shape
         groups = {"weight_scale_group_size": BLOCK, "weight_scale_group_size_n": BLOCK}
@@ -188,7 +189,7 @@ class Vllm:
     def _multiply(
         self,
         x: QuantizedRows,
-        weight: BlockFp8,
+        weight: Quantized,
         out: Tensor,
         order: tuple[Tensor | None, Tensor, Tensor],
         top_k: int,
@@ -214,10 +215,10 @@ class Vllm:
         )
 
 
-def _block_fp8(weights: ExpertWeights) -> tuple[BlockFp8, BlockFp8]:
+def _block_fp8(weights: ExpertWeights) -> tuple[Quantized, Quantized]:
     gate_up, down = weights
-    assert isinstance(gate_up, BlockFp8)
-    assert isinstance(down, BlockFp8)
+    assert isinstance(gate_up, Quantized)
+    assert isinstance(down, Quantized)
     return gate_up, down
 
 

@@ -8,8 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dcpmla.model.kernels.blocks import count_kernel
+from dcpmla.parallel.formats import BLOCK
 from dcpmla.parallel.kernels.quantize import to_codes
-from dcpmla.parallel.quantized import BLOCK, QuantizedRows, empty_groups
+from dcpmla.parallel.quantized import QuantizedRows, empty_groups
 
 _BLOCK = tl.constexpr(BLOCK)
 _SPAN = 1 << 30  # routes that one program counts: all

@@ -55,7 +55,7 @@ class QueryAbsorption(NamedTuple):
         cos_sin: [T, R] float32 as in `apply_rope`; None leaves q_pe as it is.
         rope_interleaved: Layout of pairs, as in `apply_rope`.
         q_scale: Scale that rounds the query to e4m3 (`formats.to_fp8`), float32 of one element; None keeps q's dtype.
-        w_scales: Scales of a w_uk in e4m3 (`BlockFp8`), float32 [H, P / 128, L / 128].
+        w_scales: Scales of a w_uk in e4m3, float32 [H, P / 128, L / 128].
         is_deterministic: Whether a row's bits depend on no other row and no other head (`parallel.fixed`).
     """
 
@@ -79,7 +79,7 @@ class ValueProjection(NamedTuple):
     Attributes:
         out: [T, H, L].
         w_uv: [H, V, L].
-        w_scales: Scales of a w_uv in e4m3 (`BlockFp8`), float32 [H, V / 128, L / 128].
+        w_scales: Scales of a w_uv in e4m3, float32 [H, V / 128, L / 128].
         is_deterministic: Same as in `QueryAbsorption`.
     """
 

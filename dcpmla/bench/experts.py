@@ -3,6 +3,7 @@ other libraries' (--peers), over weights in each format.
 """
 
 import argparse
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -25,15 +26,21 @@ from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import Job
 from dcpmla.model.experts import ExpertWeights, compute_experts
 from dcpmla.model.router import Router, route, router_logits
-from dcpmla.parallel.quantized import BLOCK, GROUP, AnyWeight, BlockFp8, GroupFp4, GroupInt4, dequantize
+from dcpmla.parallel.formats import BLOCK, FP4, INT4, NVFP4, AnyWeight, Quantized, dequantize
 
 PeerExperts = Callable[[Tensor, Tensor, Tensor], Tensor]  # takes x, expert_ids, expert_weights, as `compute_experts`
 
 _MOST_SETS = 16
 _CHECKED_TOKENS = 4  # compared with float64
 # Of fp8, the format of its activations makes almost all.
-_LARGEST_ERROR = {"bf16": 0.01, "fp8": 0.08, "fp4": 0.01, "int4": 0.01}
-_WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5 + 1 / GROUP, "int4": 0.5 + 2 / GROUP}  # bytes of one value
+_LARGEST_ERROR = defaultdict(lambda: 0.01, fp8=0.08)
+_PACKED = {  # by the names of --weights
+    **{"fp4": FP4, "nvfp4": NVFP4, "int4": INT4, "int4_128": INT4._replace(columns=BLOCK)},
+    "awq": INT4._replace(columns=BLOCK, scales=torch.float16, has_zeros=True),
+}
+_WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0} | {  # bytes of one value
+    name: held.num_bytes((1, 7168)) / 7168 for name, held in _PACKED.items()
+}
 
 
 class Shape(NamedTuple):
@@ -53,7 +60,10 @@ SHAPES = {
     "v4-flash": Shape(4096, 2048, 256, 6, 0),
     "k2-tp8": Shape(7168, 256, 384, 8, 0),
 }
-_FORMATS = {"v4-flash": ("fp8", "fp4"), "k2-tp8": ("int4",)}  # useful formats; other shapes have bf16 and fp8
+_FORMATS = {  # useful formats; other shapes have bf16 and fp8
+    **{"v4-flash": ("fp8", "fp4"), "k2-tp8": ("int4",)},
+    "v3-tp4": ("bf16", "fp8", "int4_128", "awq", "nvfp4"),
+}
 _SHAPES, _WEIGHTS = ",".join(SHAPES), ",".join(_WEIGHT_BYTES)
 
 
@@ -192,15 +202,20 @@ def _random_experts(kind: str, shape: Shape, dtype: torch.dtype, device: torch.d
         if kind == "fp8":
             codes[(codes & 127) == 127] = 0  # NaN
             scales = torch.rand(num_experts, num_rows // BLOCK, num_cols // BLOCK, device=device)
-            return BlockFp8(codes.view(FP8), (scales + 0.5) * num_cols**-0.5 / 100)
-        codes, shape = codes[..., : num_cols // 2].contiguous(), (num_experts, num_rows, num_cols // GROUP)
-        if kind == "int4":
-            scales = torch.rand(shape, device=device) * num_cols**-0.5 / 5
-            return GroupInt4(codes, scales.bfloat16())
-        return GroupFp4(codes, torch.randint(118, 123, shape, dtype=torch.uint8, device=device))
+            return Quantized(codes.view(FP8), (scales + 0.5) * num_cols**-0.5 / 100)
+        held, codes = _PACKED[kind], codes[..., : num_cols // 2].contiguous()
+        shape = num_experts, num_rows, num_cols // held.columns
+        if held == FP4:
+            return Quantized(codes, torch.randint(118, 123, shape, dtype=torch.uint8, device=device))
+        scales = torch.rand(shape, device=device)
+        if held == NVFP4:
+            factors = torch.full(shape[:2], num_cols**-0.5 / 3, device=device)
+            return Quantized(codes, scales.to(held.scales), None, factors)
+        zeros = torch.randint(16, shape, dtype=torch.uint8, device=device) if held.has_zeros else None
+        return Quantized(codes, (scales * num_cols**-0.5 / 5).to(held.scales), zeros)
 
     return ExpertWeights(random(2 * width, hidden), random(hidden, width))
 
 
 def _one(weight: AnyWeight, expert: int) -> AnyWeight:
-    return weight[expert] if isinstance(weight, Tensor) else type(weight)(*(part[expert] for part in weight))
+    return weight[expert] if isinstance(weight, Tensor) else weight.map(lambda part: part[expert])

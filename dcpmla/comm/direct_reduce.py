@@ -17,7 +17,8 @@ from dcpmla.comm.norm import checked, norm_rows
 from dcpmla.comm.symmetric import Allocate, allocate, wait_for_all
 from dcpmla.comm.terms import Partial, Terms
 from dcpmla.operators import operator
-from dcpmla.parallel.quantized import BLOCK, NormedRows, PlainRows
+from dcpmla.parallel.formats import BLOCK
+from dcpmla.parallel.quantized import NormedRows, PlainRows
 
 _LANDING_BYTES = 16 << 20
 # Bytes of partial rows, times (W - 1.8), up to which one trip takes less time than two. Measured on two H200s: the

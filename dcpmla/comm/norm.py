@@ -12,8 +12,9 @@ from torch import Tensor
 from dcpmla.comm.calls import NormedSum
 from dcpmla.comm.terms import Partial, Terms
 from dcpmla.operators import operator
+from dcpmla.parallel.formats import BLOCK
 from dcpmla.parallel.fp8 import quantize_rows
-from dcpmla.parallel.quantized import BLOCK, empty_codes
+from dcpmla.parallel.quantized import empty_codes
 
 
 def checked(partial: Partial, residual: Tensor, weight: Tensor, eps: float, quantizes: bool) -> NormedSum:

@@ -14,8 +14,13 @@ from torch import Tensor
 from dcpmla.integrations.quantization import FLOATS, StoredTensor, check_has_values, quantized_matrix
 from dcpmla.parallel.linear import Weight
 
-_SCALE_SUFFIXES = ("_scale_inv", "_scale")  # after the name of the weight; a value is its code's times the scale
-_SHAPE_SUFFIX = ".weight_shape"  # compressed-tensors' shape of packed codes, which follows from their own
+# Tensors beside a weight, by what follows its name: a value is its code's, less a zero point, times the scales.
+_BESIDE = {
+    **{"_scale_inv": "scales", "_scale": "scales", "_zero_point": "zeros"},
+    **{"_scale_2": "factor", "_global_scale": "divisor"},  # modelopt's and compressed-tensors' of NVFP4
+}
+# What codes show: compressed-tensors' shape of them, and the groups of GPTQ's columns in order.
+_UNUSED = (".weight_shape", ".g_idx")
 
 
 class Checkpoint:
@@ -24,7 +29,7 @@ class Checkpoint:
     Args:
         directory: Directory of shards with model.safetensors.index.json, of model.safetensors, or else of any
             *.safetensors. Shards of the index may be absent if none of their tensors is used.
-        scale_block: Rows and columns that share a scale in quantized weights (`dcpmla.hf_quantization.scale_block`).
+        scale_blocks: Rows and columns that may share a scale in fp8 (`dcpmla.hf_quantization.scale_blocks`).
         rename: Function from a tensor's name in the files to its name here.
         is_used: Function from a tensor's name here to whether the model uses it. Shards that hold no such tensor,
             by the index, are not opened.
@@ -37,11 +42,11 @@ class Checkpoint:
     def __init__(
         self,
         directory: Path,
-        scale_block: tuple[int, int] = (128, 128),
+        scale_blocks: tuple[tuple[int, int], ...] = ((128, 128),),
         rename: Callable[[str], str] = lambda name: name,
         is_used: Callable[[str], bool] = lambda name: True,
     ) -> None:
-        self._scale_block = scale_block
+        self._scale_blocks = scale_blocks
         index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
         has_index = index.is_file()
         shards = _read_index(index) if has_index else {}
@@ -66,11 +71,13 @@ class Checkpoint:
         absent = {rename(name): shard for name, shard in shards.items() if shard in missing}
         self._absent = {name: shard for name, shard in absent.items() if name not in self._files}
         self.names: Set[str] = self._files.keys() | self._absent.keys()
-        self._scales = {
-            name: scale for suffix in _SCALE_SUFFIXES for name in self.names if (scale := name + suffix) in self.names
-        }
-        weights = self.names - set(self._scales.values())
-        self._weights = sorted(name for name in weights if not name.endswith(_SHAPE_SUFFIX))
+        self._beside: dict[str, dict[str, str]] = {}  # weight -> what is beside it -> the tensor's name
+        for suffix, what in _BESIDE.items():
+            for name in self.names:
+                if (other := name + suffix) in self.names:
+                    self._beside.setdefault(name, {})[what] = other
+        weights = self.names - {other for parts in self._beside.values() for other in parts.values()}
+        self._weights = sorted(name for name in weights if not name.endswith(_UNUSED))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -102,14 +109,14 @@ class Checkpoint:
         return {name.removeprefix(prefix): self._weight(name) for name in names}
 
     def _weight(self, name: str) -> Weight:
-        parts = [name, self._scales.get(name, name)]
-        if shards := [self._absent[part] for part in parts if part in self._absent]:
+        names = {"codes": name, **self._beside.get(name, {})}
+        if shards := [self._absent[part] for part in names.values() if part in self._absent]:
             return _AbsentTensor(name, shards[0])
-        tensor = StoredTensor(*self._files[name])
-        if name not in self._scales:
-            check_has_values(name, tensor)
-            return tensor
-        return quantized_matrix(name, tensor, StoredTensor(*self._files[self._scales[name]]), self._scale_block)
+        parts = {what: StoredTensor(*self._files[part]) for what, part in names.items()}
+        if "scales" not in parts:
+            check_has_values(name, parts["codes"])
+            return parts["codes"]
+        return quantized_matrix(name, parts, self._scale_blocks)
 
 
 class _AbsentTensor:

@@ -9,15 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpmla.hf_quantization import expert_codes, has_mxfp8, packed_codes
+from dcpmla.hf_quantization import has_mxfp8, stored_as
+from dcpmla.integrations.model_size import held_as
+from dcpmla.parallel.formats import AnyWeight, Format, Quantized
 from dcpmla.parallel.linear import Weight
-from dcpmla.parallel.quantized import BLOCK, GROUP, AnyWeight, BlockFp8, GroupFp4, GroupFp8, GroupInt4, dequantize
 
 _STD = 0.02  # standard deviation of weights, as in initialized models
-# Formats in 4 bits, with the scale of all groups.
-_IN_4_BITS: dict[str, tuple[type[GroupFp4] | type[GroupInt4], float, torch.dtype]] = {
-    "fp4": (GroupFp4, 120, torch.uint8),  # e8m0 of 2^-7: e2m1's values are within 6 x 2^-7
-    "int4": (GroupInt4, _STD / 5, torch.bfloat16),  # integers from -8 to 7
+_SCALES = {  # of all groups, by their codes
+    "fp8": _STD,
+    "mxfp8": 121,  # e8m0 of 2^-6
+    "fp4": 120,  # e8m0 of 2^-7: e2m1's values are within 6 x 2^-7
+    "nvfp4": 2.0**-7,
+    "int4": _STD / 5,  # integers from -8 to 7
 }
 # Linear layers that are published in block fp8, in models that have any.
 _QUANTIZED = re.compile(r"\.layers\..*(_proj(_with_mqa)?|\.w[qko](_[ab])?)\.weight$")
@@ -32,18 +35,16 @@ def dummy_weights(
     """Return weights by their names, in the formats that a transformers config names: matrices around 0, norms of 1,
     biases of 0, factors of queries of 1. A slice is the same on all ranks.
     """
-    quantization, codes = getattr(config, "quantization_config", None), expert_codes(config)
-    is_fp8 = quantization is not None and packed_codes(quantization) is None
-    has_groups = quantization is not None and has_mxfp8(quantization)
+    has_groups = has_mxfp8(getattr(config, "quantization_config", None) or {})
 
     def new(name: str, shape: tuple[int, ...]) -> Weight:
         if name.endswith(".tid2eid"):
             return _routes(shape, shapes[name.removesuffix("tid2eid") + "weight"][0], device)
-        if codes is not None and _ROUTED.search(name):
-            return _DummyGroups(codes, name, shape, dtype, device)
-        if is_fp8 and len(shape) == 2 and _QUANTIZED.search(name) and not _NOT_QUANTIZED.search(name):
-            return (_DummyGroupFp8 if has_groups else _DummyFp8)(name, shape, dtype, device)
-        return _DummyWeight(name, shape, dtype, device)
+        may_be = _ROUTED.search(name) or (_QUANTIZED.search(name) and not _NOT_QUANTIZED.search(name))
+        scheme = stored_as(config, name.removesuffix(".weight")) if len(shape) == 2 and may_be else None
+        held = None if scheme is None else held_as(scheme, shape, has_groups)
+        args = name, shape, dtype, device
+        return _DummyWeight(*args) if held is None else _DummyQuantized(held, *args)
 
     return {name: new(name, shape) for name, shape in shapes.items()}
 
@@ -78,39 +79,33 @@ class _DummyWeight:
         return torch.randn(sizes, generator=generator, dtype=torch.bfloat16, device=self._device)
 
 
-class _DummyFp8(_DummyWeight):
-    """A matrix in block fp8."""
+class _DummyQuantized(_DummyWeight):
+    """A matrix in 8 or 4 bits."""
 
-    def stored(self, rows: slice, cols: slice) -> Tensor | BlockFp8:
-        codes = self._draw((rows, cols)).to(torch.float8_e4m3fn)
-        scales = torch.full([-(-size // BLOCK) for size in codes.shape], _STD, device=self._device)
-        weight = BlockFp8(codes, scales)
-        bounds = [(*part.indices(size)[:2], size) for part, size in zip((rows, cols), self.shape, strict=True)]
-        is_on_grid = all(start % BLOCK == 0 and (end % BLOCK == 0 or end == size) for start, end, size in bounds)
-        return weight if is_on_grid else dequantize(weight, self._dtype)
-
-
-class _DummyGroupFp8(_DummyWeight):
-    """A matrix in MXFP8."""
-
-    def stored(self, rows: slice, cols: slice) -> AnyWeight:
-        codes = self._draw((rows, cols)).to(torch.float8_e4m3fn)
-        first, end, _ = cols.indices(self.shape[1])
-        if first % GROUP or end % GROUP:
-            return codes.to(self._dtype) * _STD
-        exponents = torch.full((len(codes), codes.shape[1] // GROUP), 121, dtype=torch.uint8, device=self._device)
-        return GroupFp8(codes, exponents)
-
-
-class _DummyGroups(_DummyWeight):
-    """A matrix in 4 bits, its columns cut between groups."""
-
-    def __init__(self, codes: str, *args: Any) -> None:
+    def __init__(self, held: Format, *args: Any) -> None:
         super().__init__(*args)
-        self._kind, self._scale, self._scale_dtype = _IN_4_BITS[codes]
+        self._held = held
 
     def stored(self, rows: slice, cols: slice) -> AnyWeight:
+        held, shape = self._held, (len(range(*rows.indices(self.shape[0]))), len(range(*cols.indices(self.shape[1]))))
+        if held.is_packed:
+            cut = held.cut_at(*cols.indices(self.shape[1])[:2])
+            held, is_whole = cut or held, cut is not None
+        else:
+            sides = zip((rows, cols), (held.rows, held.columns), self.shape, strict=True)
+            bounds = ((*part.indices(size)[:2], side, size) for part, side, size in sides)
+            is_whole = all(not first % side and (not end % side or end == size) for first, end, side, size in bounds)
+        if not is_whole:
+            return self[rows, cols]
+        codes = self._draw((rows, cols))
         # Two codes a byte; any bits are codes.
-        codes = self._draw((rows, cols))[:, ::2].contiguous().view(torch.uint8)[:, ::2].contiguous()
-        shape = len(codes), 2 * codes.shape[1] // GROUP
-        return self._kind(codes, torch.full(shape, self._scale, dtype=self._scale_dtype, device=self._device))
+        codes = (
+            codes[:, ::2].contiguous().view(torch.uint8)[:, ::2].contiguous()
+            if held.is_packed
+            else codes.to(torch.float8_e4m3fn)
+        )
+        groups = -(-shape[0] // held.rows), -(-shape[1] // held.columns)
+        scales = torch.full(groups, _SCALES[held.codes], device=self._device).to(held.scales)
+        zeros = torch.full(groups, 8, dtype=torch.uint8, device=self._device) if held.has_zeros else None
+        factors = torch.ones(shape[0], device=self._device) if held.has_factors else None
+        return Quantized(codes, scales, zeros, factors)

@@ -27,7 +27,7 @@ from dcpmla.fields import (
     optional,
     whole,
 )
-from dcpmla.hf_quantization import scale_block
+from dcpmla.hf_quantization import scale_blocks
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.config_checks import reason
 from dcpmla.integrations.families.table import family_of, find_family
@@ -135,8 +135,8 @@ class Eagle3Files:
 
     def checkpoint(self) -> Checkpoint:
         """Return the head's tensors by the names of `skeleton`."""
-        block = scale_block(getattr(self.config, "quantization_config", None))
-        return Checkpoint(self.directory, block, _module_name)
+        blocks = scale_blocks(getattr(self.config, "quantization_config", None))
+        return Checkpoint(self.directory, blocks, _module_name)
 
     def shapes(self, skeleton: Any) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the head's own tensors."""

@@ -22,6 +22,7 @@ from dcpmla.integrations.families.table import find_family
 
 # What a multimodal model's config may say of its text model outside text_config.
 _SHARED = ("dtype", "torch_dtype", "eos_token_id", "quantization_config", "tie_word_embeddings")
+_MODELOPT_FILE = "hf_quant_config.json"
 _ENCODERS = ("encoding_*.py", "encoding/encoding_*.py")
 # No pickles, and no code that runs: encoders of chats are read as text.
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", *_ENCODERS]
@@ -127,12 +128,27 @@ def load_config(directory: Path) -> Any:
     if not isinstance(raw, dict):
         raise ValueError(f"model (--model): {file} is no JSON object")
     raw = _text_fields(raw)
+    if raw.get("quantization_config") is None and (own := file.parent / _MODELOPT_FILE).is_file():
+        raw["quantization_config"] = _read_modelopt(own)
     model_type = raw.pop("model_type", "none")
     family = find_family(model_type)
     try:
         return family.read_config(raw)
     except Exception as error:  # transformers checks fields with exceptions of many kinds
         raise ValueError(f"model (--model): {file} is no {model_type} config: {reason(error)}") from error
+
+
+def _read_modelopt(file: Path) -> dict[str, Any]:
+    """Return the quantization_config of a file that modelopt writes, and SGLang reads, beside a config.json without.
+
+    Raises:
+        ValueError: The file is no object with an object "quantization".
+    """
+    try:
+        fields = json.loads(file.read_text())["quantization"]
+        return {"quant_method": "modelopt", **fields}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"model (--model): {file} is no JSON object with an object of quantization") from error
 
 
 def _text_fields(raw: Mapping[str, Any]) -> dict[str, Any]:

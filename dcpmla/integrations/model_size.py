@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dcpmla.hf_quantization import expert_codes, has_mxfp8, packed_codes, scale_block
+from dcpmla.hf_quantization import Scheme, has_mxfp8, is_among, stored_as
 from dcpmla.integrations.eagle3 import Eagle3Files
 from dcpmla.integrations.families.routing import num_routed_experts
 from dcpmla.integrations.families.table import family_of
 from dcpmla.integrations.parts import Shapes
 from dcpmla.integrations.skeleton import build_skeleton, published_shapes
-from dcpmla.parallel.quantized import BLOCK, GROUP
+from dcpmla.parallel.formats import BLOCK, FORMATS, FP8, MXFP8, Format
 from dcpmla.planning.parameter import Parameter
 from dcpmla.planning.weights import ModelSize
 
@@ -76,7 +76,7 @@ def _group(model: nn.Module, config: Any) -> tuple[Parameter, ...]:
     """Return the parameters and stored buffers of all layers, equal ones counted."""
     itemsize = (config.dtype or torch.bfloat16).itemsize
     quantization = getattr(config, "quantization_config", None) or {}
-    codes, stored = _codes(model, config, quantization), set(model.state_dict())
+    formats, stored = _formats(model, config, quantization), set(model.state_dict())
     groups: Counter[Parameter] = Counter()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name not in stored:
@@ -87,7 +87,7 @@ def _group(model: nn.Module, config: Any) -> tuple[Parameter, ...]:
         elif len(shape) > 2:  # convolutions and rates of linear attention
             shape = tuple(size for size in shape if size > 1)
         in_blocks = bool(quantization) and not re.search(r"\.self_attn\.|\.engram\.|lm_head", name)
-        stores = _held_itemsize(name, tensor, model, itemsize), codes.get(name, "")
+        stores = _held_itemsize(name, tensor, model, itemsize), formats.get(name)
         cuts = _num_pieces(name, shape, config), in_blocks
         groups[Parameter(_wildcard(name), shape, 1, _style(name), *stores, *cuts)] += 1
     if config.tie_word_embeddings:  # the runtime's head is a separate tensor
@@ -136,22 +136,17 @@ def _held_itemsize(name: str, tensor: Tensor, model: Any, itemsize: int) -> int:
         return itemsize  # transformers widens HY V4's
     if name.endswith(_STREAM_NORMS) and _has_streams(name, model):
         return 4
-    is_wide = not isinstance(tensor, nn.Parameter) or _is_among(name, model._keep_in_fp32_modules_strict)
+    is_wide = not isinstance(tensor, nn.Parameter) or is_among(name, model._keep_in_fp32_modules_strict)
     return tensor.dtype.itemsize if is_wide else itemsize  # routers' corrections are float32 in every checkpoint
 
 
-def _codes(model: Any, config: Any, quantization: dict[str, Any]) -> dict[str, str]:
-    """Return "fp8", "mxfp8", "fp4" or "int4" for each of the parameters (linear layers, experts) that a checkpoint has
-    in blocks which the runtime can keep, if no cut runs through them.
+def _formats(model: Any, config: Any, quantization: dict[str, Any]) -> dict[str, Format]:
+    """Return the format of each of the parameters (linear layers, experts) that a checkpoint has in blocks or groups
+    which the runtime can keep, if no cut runs through them.
     """
     if not quantization:
         return {}
-    ignored = [
-        module
-        for field in ("modules_to_not_convert", "ignored_layers", "ignore")
-        for module in quantization.get(field) or []
-    ]
-    wide = [*(ignored or ["lm_head"]), *(model._keep_in_fp32_modules or []), *model._keep_in_fp32_modules_strict]
+    wide = [*(model._keep_in_fp32_modules or []), *model._keep_in_fp32_modules_strict]
     shapes = {
         f"{name}.weight": module.weight.shape for name, module in model.named_modules() if isinstance(module, nn.Linear)
     }
@@ -159,27 +154,27 @@ def _codes(model: Any, config: Any, quantization: dict[str, Any]) -> dict[str, s
     shapes |= {
         name: parameter.shape for name, parameter in model.named_parameters() if any(word in name for word in words)
     }
-    block = scale_block(quantization)
-    has_groups = has_mxfp8(quantization)
-    packed, of_experts, codes = packed_codes(quantization), expert_codes(config), {}
+    formats: dict[str, Format] = {}
     for name, shape in shapes.items():
-        if _is_among(name, wide):
-            continue
-        # Shared experts count where they are computed as further experts.
-        if of_experts and (len(shape) == 3 or (packed and ".shared_experts." in name)):
-            if block[1] % GROUP == 0:
-                codes[name] = of_experts
-        elif not packed and has_groups:
-            if len(shape) == 2:  # routed experts in this format are dequantized
-                codes[name] = "mxfp8"
-        elif not packed and all(
-            side % BLOCK == 0 or side >= size for side, size in zip(block, shape[-2:], strict=True)
-        ):
-            codes[name] = "fp8"
-    return {name: code for name, code in codes.items() if _is_kept(name, codes, shapes, model)}
+        module = re.sub(r"\.experts\.(?:gate_)?(\w+_proj)$", r".experts.0.\1", name).removesuffix(".weight")
+        scheme = None if is_among(name, wide) else stored_as(config, module)
+        if scheme is not None and (format_ := held_as(scheme, shape, has_mxfp8(quantization))):
+            formats[name] = format_
+    return {name: format_ for name, format_ in formats.items() if _is_kept(name, formats, shapes, model)}
 
 
-def _is_kept(name: str, codes: dict[str, str], shapes: dict[str, torch.Size], model: Any) -> bool:
+def held_as(scheme: Scheme, shape: tuple[int, ...], has_groups: bool) -> Format | None:
+    """Return the format in which a rank can hold a matrix, or experts."""
+    if scheme.codes != "fp8":
+        columns = min(scheme.columns, shape[-1])
+        return FORMATS[scheme.codes]._replace(columns=columns, has_zeros=scheme.has_zeros)
+    if has_groups:
+        return MXFP8 if len(shape) == 2 else None  # routed experts in this format are dequantized
+    sides = zip((scheme.rows, scheme.columns), shape[-2:], strict=True)
+    return FP8 if all(side % BLOCK == 0 or side >= size for side, size in sides) else None
+
+
+def _is_kept(name: str, formats: dict[str, Format], shapes: dict[str, torch.Size], model: Any) -> bool:
     """Return whether a quantized parameter stays so in the product that it is a part of."""
     found = re.match(r"(.*\.self_attn(?:\.\d+)?)\.(.*)\.weight$", name)
     if not found:
@@ -188,32 +183,18 @@ def _is_kept(name: str, codes: dict[str, str], shapes: dict[str, torch.Size], mo
     if word == "kv_b_proj":
         attention = model.get_submodule(prefix)
         is_whole = attention.qk_nope_head_dim % BLOCK == 0 == attention.v_head_dim % BLOCK
-        return is_whole and codes[name] == "fp8"
+        return is_whole and formats[name] == FP8
     if word == "o_a_proj":
-        return model.config.o_lora_rank % BLOCK == 0
+        return model.config.o_lora_rank % BLOCK == 0 and not formats[name].is_packed
     for product in _PRODUCTS:
         names = [other for part in product if (other := f"{prefix}.{part}.weight") in shapes]
         if name not in names:
             continue
-        if not codes.keys() >= set(names):
+        if {formats.get(other) for other in names} != {formats[name]}:
             return False
-        if codes[name] == "fp8" and any(shapes[other][0] % BLOCK for other in names[:-1]):
+        if formats[name] == FP8 and any(shapes[other][0] % BLOCK for other in names[:-1]):
             return False
     return True
-
-
-def _is_among(name: str, modules: Any) -> bool:
-    """Return whether a parameter is, or belongs to, one of some modules, whose names may be the last parts of it, or
-    patterns, with * or as a regular expression after "re:".
-    """
-    return any(re.search(_pattern(module), name) for module in modules or ())
-
-
-def _pattern(module: str) -> str:
-    if module.startswith("re:"):
-        return f"^(?:{module[3:]})"
-    escaped = re.escape(module).replace(re.escape("*"), ".*")
-    return rf"(^|\.){escaped}(\.|$)"
 
 
 def _style(name: str) -> str:

@@ -18,9 +18,10 @@ from dcpmla.model.buckets import Buckets
 from dcpmla.model.memory import NgramMemory
 from dcpmla.model.ngrams import NgramHash
 from dcpmla.model.stream_decoder import StreamBlock, StreamDecoder
+from dcpmla.parallel.formats import Quantized, cut
 from dcpmla.parallel.linear import read_linear
 from dcpmla.parallel.mesh import DCPMesh
-from dcpmla.parallel.quantized import GroupFp8, cut, unpack
+from dcpmla.parallel.quantized import unpack
 
 _LARGEST_TABLE = (1 << 31) - 1  # rows, whose numbers are int32
 _PART_ROWS = 1 << 20  # rows of a table that are read at a time
@@ -234,7 +235,7 @@ def load_memory(parts: Parts, name: str, number: int, sizes: NgramSizes) -> Ngra
     return NgramMemory(number, table, projection, weight, parts.eps, parts.reduce)
 
 
-def _load_table(parts: Parts, name: str, rows: slice) -> Tensor | GroupFp8:
+def _load_table(parts: Parts, name: str, rows: slice) -> Tensor | Quantized:
     """Read rows of a table, some at a time: a table may be larger than a host's memory."""
     num_rows, width = parts.shapes[name]
     whole_table: list[Tensor] = []
@@ -253,7 +254,7 @@ def _load_table(parts: Parts, name: str, rows: slice) -> Tensor | GroupFp8:
             ]
         for target, tensor in zip(whole_table, tensors, strict=True):
             target[first - rows.start : end - rows.start].copy_(tensor)
-    return GroupFp8(*whole_table) if kind is GroupFp8 else whole_table[0]
+    return Quantized(*whole_table) if kind is Quantized else whole_table[0]
 
 
 def _primes_from(low: int) -> Iterator[int]:

@@ -8,14 +8,14 @@ from typing import Any
 
 from dcpmla.attention.backends.choice import check_backends
 from dcpmla.config import DCPConfig
-from dcpmla.hf_quantization import expert_codes, has_mxfp8
+from dcpmla.hf_quantization import all_schemes, has_mxfp8
 from dcpmla.integrations.families.table import attention_of
 from dcpmla.integrations.model_files import find_commit, find_model, load_config
 from dcpmla.integrations.tokenizer import load_tokenizer, silence_transformers
 from dcpmla.text.token_bytes import Tokenizer
 
 _logger = logging.getLogger(__name__)
-_FORMATS = {"int4": "int4", "fp4": "MXFP4", None: "MXFP8"}  # Keys are codes of experts.
+_FORMATS = {"int4": "int4", "fp4": "MXFP4", "nvfp4": "NVFP4"}  # by their codes
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,11 @@ def check_layout(files: ModelFiles, dcp: DCPConfig) -> None:
 def _check_weights(config: Any) -> None:
     """Raise ValueError for weights that deterministic products do not take."""
     quantization = getattr(config, "quantization_config", None)
-    codes = expert_codes(config)
-    if codes is not None or (quantization is not None and has_mxfp8(quantization)):
+    formats = {_FORMATS[scheme.codes] for scheme in all_schemes(config) if scheme.codes in _FORMATS}
+    if formats or (quantization is not None and has_mxfp8(quantization)):
         raise ValueError(
-            f"deterministic (--deterministic) does not support weights in {_FORMATS[codes]} (quantization_config); "
+            f"deterministic (--deterministic) does not support weights in {min(formats, default='MXFP8')} "
+            "(quantization_config); "
             "leave it out, or choose a checkpoint in bfloat16 or in fp8 with blocks of 128 x 128"
         )
 

@@ -28,8 +28,8 @@ from dcpmla.model.moe import Gate, MoE, load_experts, read_expert, unstack_exper
 from dcpmla.model.mtp import MtpLayer
 from dcpmla.model.norm_gate import NormGate
 from dcpmla.model.router import split_weight
+from dcpmla.parallel.formats import cut, format_of
 from dcpmla.parallel.linear import Linear, Weight, read_linear, read_weight
-from dcpmla.parallel.quantized import cut
 
 Shapes = dict[str, tuple[int, ...]]  # shapes of weights by their names
 
@@ -208,7 +208,7 @@ class Parts:
             for start in range(0, whole, expert.size)
         ]
         routed, shared = (read_expert(weights, part, hidden_size, self.placement.dtype) for part in (expert, parts[0]))
-        return parts if [type(weight) for weight in routed] == [type(weight) for weight in shared] else []
+        return parts if [*map(format_of, routed)] == [*map(format_of, shared)] else []
 
     def _gate(self, name: str, num_shared: int) -> Gate:
         bias, router = f"{name}.{self.routing.bias}", self.routing.router(self.model.config, num_shared)

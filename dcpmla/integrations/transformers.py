@@ -16,7 +16,7 @@ from dcpmla.attention.placement import Placement
 from dcpmla.comm.reduce import select_reduce
 from dcpmla.comm.select import ChosenExchange
 from dcpmla.config import DCPConfig
-from dcpmla.hf_quantization import scale_block
+from dcpmla.hf_quantization import scale_blocks
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.config_checks import check_generation_config
 from dcpmla.integrations.draft_model import DraftModel
@@ -82,8 +82,8 @@ def load_model(
         weights = dummy_weights(shapes, model.config, dtype, device)
     else:
         used, rename = {part_of(name) for name in shapes}, partial(family.module_name, num_layers=num_layers)
-        block = scale_block(getattr(model.config, "quantization_config", None))
-        checkpoint = Checkpoint(directory, block, rename, lambda name: part_of(name) in used)
+        blocks = scale_blocks(getattr(model.config, "quantization_config", None))
+        checkpoint = Checkpoint(directory, blocks, rename, lambda name: part_of(name) in used)
         check_shapes(model, checkpoint, family.routing, mtp_shapes)
         dtype, weights = dtype or _in_range(config.dtype or checkpoint.dtype), checkpoint.weights("")
     if enable_expert_parallel and not any(hasattr(module, "experts") for module in model.modules()):

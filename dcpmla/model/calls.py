@@ -39,9 +39,10 @@ class RoutedRows(NamedTuple):
         expert_weights: float32 [T, k].
         gate_up, down: Weights [E, 2 I, H], [E, H, I] in the rows' dtype, or codes.
         gate_up_scales, down_scales: Scales of the codes; None for weights in the rows' dtype.
+        gate_up_zeros, down_zeros, gate_up_factors, down_factors: The other fields of `Quantized`.
         num_experts: Number of experts over all ranks that share the routes. Kernels are chosen by it.
         is_few: Whether routes are not sorted by experts: each is a block of its own.
-        is_deterministic: Whether a row's bits depend on no other row (`parallel.fixed`); not in groups of 32.
+        is_deterministic: Whether a row's bits depend on no other row (`parallel.fixed`); not in 4 bits.
     """
 
     x: Tensor
@@ -50,8 +51,12 @@ class RoutedRows(NamedTuple):
     expert_weights: Tensor
     gate_up: Tensor
     gate_up_scales: Tensor | None
+    gate_up_zeros: Tensor | None
+    gate_up_factors: Tensor | None
     down: Tensor
     down_scales: Tensor | None
+    down_zeros: Tensor | None
+    down_factors: Tensor | None
     glu: Glu
     num_experts: int
     is_few: bool

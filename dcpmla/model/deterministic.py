@@ -1,6 +1,5 @@
 """The deterministic mode of a model's modules: a token's rows depend on no other token of the step."""
 
-import torch
 from torch import nn
 
 from dcpmla.attention.mla.weights import AttentionWeights
@@ -9,8 +8,8 @@ from dcpmla.model.eagle3 import Eagle3Layer
 from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import Gate, MoE
 from dcpmla.model.mtp import MtpLayer
+from dcpmla.parallel.formats import FP8, is_packed
 from dcpmla.parallel.linear import Linear, RowParallelLinear
-from dcpmla.parallel.quantized import GroupFp4, GroupInt4
 
 # Modules that only look rows up, or norm rows by kernels of one row per program; and attention, whose kind has a check.
 _APART = (
@@ -23,7 +22,7 @@ def make_deterministic(model: nn.Module) -> None:
     """Set `is_deterministic` of all modules that multiply or choose.
 
     Raises:
-        ValueError: A module has no such mode, or its weights are in groups of 32.
+        ValueError: A module has no such mode, or its weights have scales for groups of inputs.
     """
     for name, module in model.named_modules():
         kind = type(module)
@@ -35,9 +34,10 @@ def make_deterministic(model: nn.Module) -> None:
 
 
 def _check_weights(name: str, module: nn.Module) -> None:
-    has_groups = isinstance(module, Linear) and getattr(module.weight_scale, "dtype", None) == torch.uint8
-    if has_groups or (isinstance(module, MoE) and isinstance(module.experts.gate_up, GroupFp4 | GroupInt4)):
+    scales = module.weight_scale if isinstance(module, Linear) else None
+    has_groups = scales is not None and scales.dtype != FP8.scales
+    if has_groups or (isinstance(module, MoE) and is_packed(module.experts.gate_up)):
         raise ValueError(
-            f"deterministic (--deterministic) does not support weights that share a scale in groups of 32 ({name}); "
+            f"deterministic (--deterministic) does not support weights with scales for groups of inputs ({name}); "
             f"leave it out, or choose a checkpoint in bfloat16 or in fp8 with blocks of 128 x 128"
         )

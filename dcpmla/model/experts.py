@@ -14,32 +14,14 @@ from dcpmla.model.glu import SWIGLU, Glu, activate
 from dcpmla.operators import operator
 from dcpmla.parallel.by_rows import by_rows
 from dcpmla.parallel.fixed import multiply_rows
+from dcpmla.parallel.formats import BLOCK, GROUP, AnyWeight, Quantized, dequantize, format_name
 from dcpmla.parallel.fp8 import runs_fp8
-from dcpmla.parallel.quantized import (
-    BLOCK,
-    GROUP,
-    AnyWeight,
-    BlockFp8,
-    GroupFp4,
-    GroupInt4,
-    NormedRows,
-    PlainRows,
-    dequantize,
-    plain,
-    unpack,
-)
+from dcpmla.parallel.quantized import NormedRows, PlainRows, fields, pack, plain, unpack
 
 # Few tokens are not sorted by experts: the second product adds a token's terms. A few more are not, either, if they
 # hardly share experts, whose weights would otherwise be read again.
 _FEW_TOKENS, _MORE_TOKENS, _EXPERTS_PER_ROUTE = 2, 4, 6
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Dtypes of codes and of scales, and rows and columns that share a scale.
-_FORMATS: dict[type, tuple[torch.dtype, torch.dtype, int, int]] = {
-    BlockFp8: (FP8, torch.float32, BLOCK, BLOCK),
-    GroupFp4: (torch.uint8, torch.uint8, 1, GROUP),
-    GroupInt4: (torch.uint8, torch.bfloat16, 1, GROUP),
-}
-_KINDS = {scales: kind for kind, (_, scales, *_) in _FORMATS.items()}
 
 
 class ExpertWeights(NamedTuple):
@@ -47,7 +29,7 @@ class ExpertWeights(NamedTuple):
 
     Attributes:
         gate_up: [E, 2 I, H]: rows 0 to I - 1 of an expert are the gate, I to 2 I - 1 the up projection; in the model's
-            dtype, BlockFp8 (I and H multiples of 128), GroupFp4 or GroupInt4 (of 32).
+            dtype, in blocks of fp8 (I and H multiples of 128), or in 4 bits (of 32 and of the group).
         down: [E, H, I].
     """
 
@@ -57,7 +39,8 @@ class ExpertWeights(NamedTuple):
     @property
     def takes_quantized(self) -> bool:
         """True if quantized rows save work: the weights are fp8, on a device that would quantize other rows."""
-        return isinstance(self.gate_up, BlockFp8) and runs_fp8(self.gate_up.codes.device)
+        codes, scales = unpack(self.gate_up)
+        return scales is not None and codes.dtype == FP8 and runs_fp8(codes.device)
 
 
 def compute_experts(
@@ -73,7 +56,7 @@ def compute_experts(
 
     GPUs multiply block fp8 in e4m3: x and glu(gate, up) are quantized in groups of 128
     (`attention/output/formats.py: write_fp8_groups`). Elsewhere, and for 4 bits, weights are dequantized as they are
-    used; GPUs round `GroupInt4` weights to bfloat16. Equal inputs give equal bits. Nothing is read back to the host
+    used; GPUs round integers' values to bfloat16. Equal inputs give equal bits. Nothing is read back to the host
     on a GPU.
 
     Args:
@@ -81,7 +64,7 @@ def compute_experts(
         expert_ids: int32 [T, k]; ids outside [0, E) are ignored: other ranks' experts, LongCat's zero experts.
         expert_weights: float32 [T, k].
         num_experts: Number of experts over all ranks that share the routes; None for E. Kernels are chosen by it.
-        is_deterministic: Whether a row's bits depend on no other row (`parallel.fixed`); not in groups of 32.
+        is_deterministic: Whether a row's bits depend on no other row (`parallel.fixed`); not in 4 bits.
     Returns:
         [T, H] in x's dtype: terms unless they are few, whose sum is in float32. glu(gate, up), which takes the
         expert's weight, is rounded to x's dtype, and so is each term that is returned.
@@ -92,7 +75,7 @@ def compute_experts(
     _check(rows, expert_ids, expert_weights, weights)
     if expert_ids.numel() == 0:
         return torch.zeros_like(rows)
-    codes = *unpack(weights.gate_up), *unpack(weights.down)
+    codes = *fields(weights.gate_up), *fields(weights.down)
     num_experts, (num_tokens, top_k) = num_experts or len(codes[0]), expert_ids.shape
     is_few = num_tokens <= _FEW_TOKENS
     is_few |= num_tokens <= _MORE_TOKENS and num_tokens * top_k * _EXPERTS_PER_ROUTE <= num_experts
@@ -109,13 +92,13 @@ def compute_experts(
 )
 def _compute(call: RoutedRows) -> Tensor:
     """Return the terms [T k, H] of experts that are here, or their sums [T, H] (`RoutedRows.new_result`)."""
-    x, _, expert_ids, expert_weights, gate_up, gate_up_scales, down, down_scales, glu, *_ = call
-    is_deterministic, terms = call.is_deterministic, torch.zeros(*expert_ids.shape, x.shape[1], device=x.device)
+    x, expert_ids, expert_weights = call.x, call.expert_ids, call.expert_weights
+    gate_up, down, glu, is_deterministic = pack(*call[4:8]), pack(*call[8:12]), call.glu, call.is_deterministic
+    terms = torch.zeros(*expert_ids.shape, x.shape[1], device=x.device)
     for expert in expert_ids.unique().tolist():
-        if 0 <= expert < len(down):
+        if 0 <= expert < len(call.down):
             tokens, routes = (expert_ids == expert).nonzero(as_tuple=True)
-            gate_up_values = _values(gate_up, gate_up_scales, expert)
-            down_values = _values(down, down_scales, expert)
+            gate_up_values, down_values = _values(gate_up, expert), _values(down, expert)
             linear = multiply_rows if is_deterministic else functional.linear
             gate, up = linear(x[tokens].float(), gate_up_values).chunk(2, -1)
             act = functools.partial(activate, glu=glu)
@@ -125,11 +108,11 @@ def _compute(call: RoutedRows) -> Tensor:
     return (terms.sum(1) if call.is_few and not is_deterministic else terms.flatten(0, 1)).to(x.dtype)
 
 
-def _values(codes: Tensor, scales: Tensor | None, expert: int) -> Tensor:
+def _values(weight: AnyWeight, expert: int) -> Tensor:
     """Return one expert's matrix in float32."""
-    if scales is None:
-        return codes[expert].float()
-    return dequantize(_KINDS[scales.dtype](codes[expert], scales[expert]), torch.float32)
+    if isinstance(weight, Tensor):
+        return weight[expert].float()
+    return dequantize(weight.map(lambda part: part[expert]), torch.float32)
 
 
 def _check(x: Tensor, expert_ids: Tensor, expert_weights: Tensor, weights: ExpertWeights) -> None:
@@ -144,10 +127,9 @@ def _check(x: Tensor, expert_ids: Tensor, expert_weights: Tensor, weights: Exper
             f"expert_weights is {expert_weights.dtype} {tuple(expert_weights.shape)}; expected float32 of "
             f"{tuple(expert_ids.shape)}, as expert_ids"
         )
-    if len({Tensor if isinstance(weight, Tensor) else type(weight) for weight in weights}) > 1:
-        raise ValueError(
-            f"gate_up is {type(weights.gate_up).__name__}, down {type(weights.down).__name__}; expected one format"
-        )
+    if len({None if isinstance(weight, Tensor) else weight.format.codes for weight in weights}) > 1:
+        names = format_name(weights.gate_up), format_name(weights.down)
+        raise ValueError("gate_up is {}, down {}; expected one format".format(*names))
     shapes = {name: _shape(name, getattr(weights, name), x.dtype) for name in ("down", "gate_up")}
     num_experts, _, width = shapes["down"]
     expected = {"gate_up": (num_experts, 2 * width, x.shape[1]), "down": (num_experts, x.shape[1], width)}
@@ -162,25 +144,27 @@ def _check(x: Tensor, expert_ids: Tensor, expert_weights: Tensor, weights: Exper
 
 
 def _shape(name: str, weight: AnyWeight, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Return [E, N, K] of a weight.
+    """Return [E, N, K] of a weight; raise ValueError if its format does not allow its dtypes or scales."""
+    if isinstance(weight, Quantized):
+        return _shape_of_codes(name, weight)
+    if weight.dtype != dtype or weight.ndim != 3:
+        raise ValueError(f"{name} is {weight.dtype} {tuple(weight.shape)}; expected [E, N, K] of {dtype}, as x")
+    num_experts, num_rows, num_cols = weight.shape
+    return num_experts, num_rows, num_cols
 
-    Raises:
-        ValueError: Its format does not allow its dtypes or scales.
-    """
-    if isinstance(weight, Tensor):
-        if weight.dtype != dtype or weight.ndim != 3:
-            raise ValueError(f"{name} is {weight.dtype} {tuple(weight.shape)}; expected [E, N, K] of {dtype}, as x")
-        num_experts, num_rows, num_cols = weight.shape
-        return num_experts, num_rows, num_cols
-    codes_dtype, scales_dtype, block_rows, block_cols = _FORMATS[type(weight)]
-    (num_experts, num_rows, num_cols), scales = weight.codes.shape, weight.scales
-    num_cols *= 1 if codes_dtype == FP8 else 2
-    if num_rows % block_cols or num_cols % block_cols:
-        raise ValueError(f"{name} has {num_rows} x {num_cols} values an expert; scales need multiples of {block_cols}")
-    shape = num_experts, num_rows // block_rows, num_cols // block_cols
-    if (weight.codes.dtype, scales.dtype, scales.shape) != (codes_dtype, scales_dtype, shape):
+
+def _shape_of_codes(name: str, weight: Quantized) -> tuple[int, int, int]:
+    (num_experts, num_rows, num_cols), scales, held = weight.codes.shape, weight.scales, weight.format
+    num_cols *= 1 + held.is_packed
+    multiple = BLOCK if held.rows > 1 else GROUP
+    if num_rows % multiple or num_cols % multiple:
+        raise ValueError(f"{name} has {num_rows} x {num_cols} values an expert; scales need multiples of {multiple}")
+    shape = num_experts, num_rows // held.rows, num_cols // held.columns
+    codes_dtype = torch.uint8 if held.is_packed else FP8
+    is_group = BLOCK % held.columns == 0 and held.columns > 1
+    if not is_group or (weight.codes.dtype, scales.dtype, scales.shape) != (codes_dtype, held.scales, shape):
         raise ValueError(
             f"{name} has codes {weight.codes.dtype} {tuple(weight.codes.shape)} and scales {scales.dtype} "
-            f"{tuple(scales.shape)}; expected {codes_dtype} and {scales_dtype} {shape}"
+            f"{tuple(scales.shape)}; expected {codes_dtype} and {held.scales} {shape}"
         )
     return num_experts, num_rows, num_cols

@@ -14,8 +14,9 @@ from dcpmla.comm.reduce import Reduce
 from dcpmla.model.mixing import Streams
 from dcpmla.model.streams import finish
 from dcpmla.operators import operator
+from dcpmla.parallel.formats import Quantized, dequantize
 from dcpmla.parallel.linear import Linear
-from dcpmla.parallel.quantized import GroupFp8, dequantize, unpack
+from dcpmla.parallel.quantized import unpack
 
 _SMALLEST = 1e-6  # lower bound on a likeness's magnitude, whose root is taken
 
@@ -36,7 +37,7 @@ class NgramMemory(nn.Module):
     scales: Tensor | None
 
     def __init__(
-        self, number: int, table: Tensor | GroupFp8, projection: Linear, weight: Tensor, eps: float, reduce: Reduce
+        self, number: int, table: Tensor | Quantized, projection: Linear, weight: Tensor, eps: float, reduce: Reduce
     ) -> None:
         super().__init__()
         self.number, self.projection, self.eps, self.reduce = number, projection, eps, reduce
@@ -69,14 +70,14 @@ def look_up(table: Tensor, scales: Tensor | None, index: Tensor, dtype: torch.dt
     """Return the values of C rows for each token side by side, [T, C D]. A custom op.
 
     Args:
-        table, scales: Rows [R, D]; with scales, the fields of a `GroupFp8`.
+        table, scales: Rows [R, D]; with scales, codes and scales in MXFP8.
         index: Rows of each token, int32 [T, C].
         dtype: Dtype of the result, which represents the values of codes exactly, unless it is float16.
     """
     if scales is None:
         return table[index].flatten(1).to(dtype)
     codes = table.view(torch.uint8)[index].view(table.dtype)
-    return dequantize(GroupFp8(codes, scales[index]), dtype).flatten(1)
+    return dequantize(Quantized(codes, scales[index]), dtype).flatten(1)
 
 
 @operator(

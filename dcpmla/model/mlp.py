@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from dcpmla.model.glu import Glu, activate
 from dcpmla.operators import operator
 from dcpmla.parallel.by_rows import by_rows
+from dcpmla.parallel.formats import AnyWeight
 from dcpmla.parallel.fp8 import rows_or_codes
 from dcpmla.parallel.linear import Linear, Weight, read_linear
-from dcpmla.parallel.quantized import AnyRows, AnyWeight, PlainRows, QuantizedRows, empty_rows
+from dcpmla.parallel.quantized import AnyRows, PlainRows, QuantizedRows, empty_rows
 
 
 def activate_rows(gate_up: Tensor, glu: Glu, quantizes: bool = False) -> AnyRows:

@@ -18,8 +18,19 @@ from dcpmla.model.latent import Latent
 from dcpmla.model.mlp import MLP, MLPPart
 from dcpmla.model.router import Router, route, router_logits, weigh
 from dcpmla.parallel.by_rows import by_rows
+from dcpmla.parallel.formats import (
+    BLOCK,
+    FP4,
+    AnyWeight,
+    Format,
+    Quantized,
+    dequantize,
+    format_of,
+    is_block_fp8,
+    is_packed,
+)
 from dcpmla.parallel.linear import Weight, fill
-from dcpmla.parallel.quantized import BLOCK, AnyWeight, BlockFp8, GroupFp4, GroupInt4, PlainRows, dequantize, plain
+from dcpmla.parallel.quantized import PlainRows, plain, unpack
 from dcpmla.parallel.reformat import to_block_fp8
 
 _READERS = 4  # threads of a rank: while one copies to the GPU, others read
@@ -123,7 +134,7 @@ def read_expert(
 ) -> tuple[AnyWeight, ...]:
     """Return gate, up and down, quantized where they are stored so and their blocks can be stacked; else in dtype."""
     matrices = part.read(weights, hidden_size)
-    if all(isinstance(matrix, GroupFp4 | GroupInt4) or _has_whole_blocks(matrix) for matrix in matrices):
+    if all(is_packed(matrix) or _has_whole_blocks(matrix) for matrix in matrices):
         return matrices
     return tuple(dequantize(matrix, dtype) for matrix in matrices)
 
@@ -164,10 +175,10 @@ def load_experts(
     return ExpertWeights(gate_up.finish(), down.finish())
 
 
-def _as_fp8(matrix: AnyWeight, prefix: str, device: torch.device) -> BlockFp8:
+def _as_fp8(matrix: AnyWeight, prefix: str, device: torch.device) -> Quantized:
     encoded = None
-    if isinstance(matrix, GroupFp4):
-        encoded = to_block_fp8(GroupFp4(matrix.codes.to(device), matrix.scales.to(device)))
+    if isinstance(matrix, Quantized) and matrix.format == FP4:
+        encoded = to_block_fp8(matrix.map(lambda part: part.to(device)))
     if encoded is None or not _has_whole_blocks(encoded):
         raise ValueError(
             f"expert_dtype (--expert-dtype) is 'fp8', but the experts {prefix}* are not in e2m1, or not of values "
@@ -177,7 +188,7 @@ def _as_fp8(matrix: AnyWeight, prefix: str, device: torch.device) -> BlockFp8:
 
 
 def _has_whole_blocks(part: AnyWeight) -> bool:
-    return isinstance(part, BlockFp8) and all(size % BLOCK == 0 for size in part.codes.shape)
+    return is_block_fp8(part) and all(size % BLOCK == 0 for size in unpack(part)[0].shape)
 
 
 class _Stack:
@@ -185,34 +196,37 @@ class _Stack:
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._count, self._device = count, device
-        self._kind: type = Tensor
-        self._tensors: list[Tensor] = []  # one; codes and scales of quantized matrices
+        self._format: Format | None = None
+        self._tensors: list[Tensor | None] = []  # one; the fields of quantized matrices
 
     def put(self, index: int, *parts: AnyWeight) -> None:
         """Fill a matrix with parts stacked by rows."""
         if not self._tensors:
-            self._kind = _kind_of(parts[0])
-            for rows in _components(parts):
-                shape = self._count, sum(len(part) for part in rows), rows[0].shape[1]
-                self._tensors.append(torch.empty(shape, dtype=rows[0].dtype, device=self._device))
-        if any(_kind_of(part) is not self._kind for part in parts):
+            self._format = format_of(parts[0])
+            self._tensors = [self._new(rows) for rows in _components(parts)]
+        if any(format_of(part) != self._format for part in parts):
             raise ValueError(
-                f"checkpoint: experts of one layer must be stored alike; some are {self._kind.__name__}, others are "
-                f"{', '.join(sorted({type(part).__name__ for part in parts}))}"
+                f"checkpoint: experts of one layer must be stored alike; some are {self._format or 'plain'}, others "
+                f"are {', '.join(sorted({str(format_of(part) or 'plain') for part in parts}))}"
             )
         for stack, rows in zip(self._tensors, _components(parts), strict=True):
-            fill(stack[index], *rows)
+            if stack is not None:
+                fill(stack[index], *(part for part in rows if part is not None))
+
+    def _new(self, rows: tuple[Tensor | None, ...]) -> Tensor | None:
+        if (first := rows[0]) is None:
+            return None
+        shape = self._count, sum(len(part) for part in rows if part is not None), *first.shape[1:]
+        return torch.empty(shape, dtype=first.dtype, device=self._device)
 
     def finish(self) -> AnyWeight:
-        return self._tensors[0] if self._kind is Tensor else self._kind(*self._tensors)
+        first = self._tensors[0]
+        assert first is not None
+        return first if self._format is None else Quantized(*self._tensors)  # type: ignore[arg-type]
 
 
-def _kind_of(part: AnyWeight) -> type:
-    return Tensor if isinstance(part, Tensor) else type(part)
-
-
-def _components(parts: Sequence[AnyWeight]) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the parts' tensors; of quantized ones first the codes, then the scales."""
+def _components(parts: Sequence[AnyWeight]) -> Iterator[tuple[Tensor | None, ...]]:
+    """Yield the parts' tensors, field by field."""
     return zip(*((part,) if isinstance(part, Tensor) else part for part in parts), strict=True)
 
 

@@ -13,16 +13,8 @@ from torch.nn import functional as F
 
 from dcpmla.operators import operator
 from dcpmla.parallel.fixed import fixed_linear
-from dcpmla.parallel.quantized import (
-    BLOCK,
-    BlockFp8,
-    Fp8Product,
-    QuantizedRows,
-    dequantize,
-    empty_codes,
-    empty_groups,
-    quantize_groups,
-)
+from dcpmla.parallel.formats import BLOCK, Quantized, dequantize
+from dcpmla.parallel.quantized import Fp8Product, QuantizedRows, empty_codes, empty_groups, quantize_groups
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -74,7 +66,7 @@ def fp8_linear(call: Fp8Product) -> Tensor:
     x, x_scales, weight, weight_scale, _, dtype, is_deterministic = call
     if x_scales is not None:
         x = (x.float().unflatten(-1, (-1, BLOCK)) * x_scales[..., None]).flatten(-2).to(dtype)
-    values = dequantize(BlockFp8(weight, weight_scale), x.dtype)
+    values = dequantize(Quantized(weight, weight_scale), x.dtype)
     if is_deterministic:
         return fixed_linear(x, values, dtype)
     if x.shape[1] == weight.shape[1]:
@@ -98,5 +90,5 @@ def multiply_groups(x: Tensor, weight: Tensor) -> Tensor:
     runs=lambda codes, *_: runs_fp8(codes.device),
 )
 def dequantize_blocks(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values of a `BlockFp8`: codes [.., N, K], scales [.., ceil(N / 128), ceil(K / 128)]."""
-    return dequantize(BlockFp8(codes, scales), dtype)
+    """Return the values of fp8 in blocks: codes [.., N, K], scales [.., ceil(N / 128), ceil(K / 128)]."""
+    return dequantize(Quantized(codes, scales), dtype)

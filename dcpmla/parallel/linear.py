@@ -16,21 +16,10 @@ from torch.nn import functional as F
 
 from dcpmla.parallel.collectives import named
 from dcpmla.parallel.fixed import fixed_linear, sum_in_order
+from dcpmla.parallel.formats import BLOCK, FP8, AnyWeight, Quantized, can_stack, dequantize, is_block_fp8
 from dcpmla.parallel.fp8 import dequantize_blocks, fp8_linear, runs_fp8
-from dcpmla.parallel.group_fp8 import multiply_group_fp8
-from dcpmla.parallel.quantized import (
-    BLOCK,
-    GROUP,
-    AnyRows,
-    AnyWeight,
-    BlockFp8,
-    Fp8Product,
-    GroupFp8,
-    NormedRows,
-    QuantizedRows,
-    dequantize,
-    plain,
-)
+from dcpmla.parallel.group_linear import multiply_quantized
+from dcpmla.parallel.quantized import AnyRows, Fp8Product, NormedRows, QuantizedRows, plain
 
 
 class Weight(Protocol):
@@ -49,12 +38,11 @@ class QuantizedWeight(Weight, Protocol):
 
 
 class Linear(nn.Module):
-    """A linear layer whose weight stays in block-quantized fp8 if the checkpoint stores it so.
+    """A linear layer whose weight stays quantized if the checkpoint stores it so.
 
     Attributes:
-        weight: Weight [out, in] in dtype, or e4m3 codes; not initialized before `load`.
-        weight_scale: Scale per block of codes, float32 [ceil(out / 128), in / 128], or per 32 columns of a row, e8m0
-            bytes [out, in / 32]; None for a weight in dtype.
+        weight: Weight [out, in] in dtype, or codes; not initialized before `load`.
+        weight_scale, weight_zeros, weight_factors: The other fields of `Quantized`; None for a weight in dtype.
         input_scale: Static scale of inputs, float32 [1], from the checkpoint's calibration, for callers that quantize
             an input before they pass it (`quant_for`); None if the checkpoint has none. The layer itself does not read
             it: when it quantizes a plain input, the input determines its own scales.
@@ -64,6 +52,8 @@ class Linear(nn.Module):
     """
 
     weight_scale: Tensor | None
+    weight_zeros: Tensor | None
+    weight_factors: Tensor | None
     input_scale: Tensor | None
     is_deterministic = False
 
@@ -81,20 +71,19 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self.dtype, self.takes_quantized = self.weight.dtype, False
         self.register_buffer("weight_scale", None)
+        self.weight_zeros = self.weight_factors = None  # set by `load`
         self.register_buffer("input_scale", None, persistent=False)
         self.register_buffer("_arrivals", None, persistent=False)
 
     def load(self, *parts: AnyWeight) -> None:
         """Fill the weight with parts stacked along dim 0.
 
-        It holds codes and scales if all parts are `GroupFp8`, or `BlockFp8` on one grid; else values in dtype.
+        It holds codes and scales if all parts are in one format, those of block fp8 on one grid; else values in dtype.
         """
+        assert self.weight_scale is None  # weights are loaded only once
         if self._stays_quantized(parts):
-            self._become_fp8(has_groups=isinstance(parts[0], GroupFp8))
-            fill(self.weight, *(part[0] for part in parts))
-            fill(self.weight_scale, *(part[1] for part in parts))
+            self._hold(cast(tuple[Quantized, ...], parts))
         else:
-            assert self.weight_scale is None  # weights are loaded only once
             fill(self.weight, *(unquantized(part, self.weight) for part in parts))
 
     def forward(self, x: AnyRows) -> Tensor:
@@ -110,8 +99,8 @@ class Linear(nn.Module):
         if self.weight_scale is None:
             return F.linear(plain(x), self.weight[rows])
         start, stop, _ = rows.indices(self.out_features)
-        if self.weight_scale.dtype == torch.uint8:
-            return multiply_group_fp8(plain(x), self.weight[rows], self.weight_scale[rows], self._arrivals)
+        if self.weight_scale.dtype != FP8.scales:
+            return multiply_quantized(plain(x), self._held(rows), self._arrivals)
         if start % BLOCK:  # the rows begin inside a block
             return self.product(x)[..., rows]
         x = x.quantized if isinstance(x, NormedRows) else x
@@ -123,26 +112,29 @@ class Linear(nn.Module):
         out = fp8_linear(Fp8Product(values, scales, *weight, self._arrivals, self.dtype, self.is_deterministic))
         return out if isinstance(x, QuantizedRows) else out.unflatten(0, x.shape[:-1])
 
-    def _stays_quantized(self, parts: tuple[AnyWeight, ...]) -> bool:
-        has_groups = all(isinstance(part, GroupFp8) for part in parts)
-        on_grid = all(isinstance(part, BlockFp8) and len(part.codes) % BLOCK == 0 for part in parts[:-1])
-        return (has_groups or (on_grid and isinstance(parts[-1], BlockFp8))) and self.in_features % BLOCK == 0
+    def _held(self, rows: slice) -> Quantized:
+        """Return rows of codes and scales of groups of columns."""
+        held = self.weight, cast(Tensor, self.weight_scale), self.weight_zeros, self.weight_factors
+        return Quantized(*held).map(lambda part: part[rows])
 
-    def _become_fp8(self, has_groups: bool) -> None:
+    def _stays_quantized(self, parts: tuple[AnyWeight, ...]) -> bool:
+        return can_stack(parts, self.in_features)
+
+    def _hold(self, parts: tuple[Quantized, ...]) -> None:
         """Replace the weight's memory by codes, scales, and counters of programs that finished a part of a product."""
         device, num_blocks = self.weight.device, -(-self.out_features // BLOCK)
         del self.weight  # frees the weight's memory before codes are allocated
-        codes = torch.empty(self.out_features, self.in_features, dtype=torch.float8_e4m3fn, device=device)
-        self.weight = nn.Parameter(codes, requires_grad=False)
+        codes, scales, self.weight_zeros, self.weight_factors = (
+            torch.cat([tensor.to(device) for tensor in tensors]) if tensors[0] is not None else None
+            for tensors in zip(*parts, strict=True)
+        )
+        self.weight, self.weight_scale = nn.Parameter(cast(Tensor, codes), requires_grad=False), scales
         self._arrivals = torch.zeros(4 * num_blocks, dtype=torch.int32, device=device)
-        if has_groups:
-            columns = self.in_features // GROUP
-            self.weight_scale = torch.empty(self.out_features, columns, dtype=torch.uint8, device=device)
-            return
-        columns = self.in_features // BLOCK
-        scales = torch.zeros(num_blocks, -(-columns // 4) * 4, device=device)  # cuBLAS requires this layout
-        self.weight_scale = scales[:, :columns]
-        self.takes_quantized = runs_fp8(device)
+        if is_block_fp8(parts[0]):
+            columns = self.in_features // BLOCK
+            padded = torch.zeros(num_blocks, -(-columns // 4) * 4, device=device)  # cuBLAS requires this layout
+            padded[:, :columns] = cast(Tensor, scales)
+            self.weight_scale, self.takes_quantized = padded[:, :columns], runs_fp8(device)
 
 
 class RowParallelLinear(Linear):
@@ -205,10 +197,9 @@ def read_linear(
     """Read a slice of a named matrix [rows, cols] in the checkpoint's format.
 
     Returns:
-        `BlockFp8` of e4m3 codes, where the slice begins and ends at multiples of 128 (or at the matrix's end) and each
-        block of 128 x 128 has one scale; `GroupFp8` of such codes with e8m0 scales of 32 columns, `GroupFp4` or
-        `GroupInt4` (`parallel/quantized.py`) of codes in 4 bits, where columns are cut at multiples of 32. Else the
-        values, float32 or in the dtype of a weight that is not quantized.
+        A `Quantized`: block fp8 where the slice begins and ends at multiples of 128 (or at the matrix's end) and each
+        block of 128 x 128 has one scale, formats in groups of columns where it has whole groups. Else the values,
+        float32 or in the dtype of a weight that is not quantized.
     Raises:
         ValueError: Same cases as `read_weight`.
     """
@@ -242,11 +233,10 @@ def _read_values(weight: Weight, name: str, index: tuple[slice, ...]) -> Tensor:
 
 def unquantized(weight: AnyWeight, target: Tensor) -> Tensor:
     """Return a plain weight unchanged, or a quantized weight's values in the dtype and on the device of `target`."""
-    if isinstance(weight, BlockFp8):
-        return dequantize_blocks(weight.codes.to(target.device), weight.scales.to(target.device), target.dtype)
     if isinstance(weight, Tensor):
         return weight
-    return dequantize(type(weight)(*(part.to(target.device) for part in weight)), target.dtype)
+    weight = weight.map(lambda part: part.to(target.device))
+    return dequantize_blocks(*weight[:2], target.dtype) if is_block_fp8(weight) else dequantize(weight, target.dtype)
 
 
 def fill(parameter: nn.Parameter | Tensor | None, *parts: Tensor) -> None:

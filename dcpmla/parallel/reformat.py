@@ -3,36 +3,26 @@
 import torch
 from torch import Tensor, nn
 
-from dcpmla.parallel.quantized import (
-    BLOCK,
-    GROUP,
-    AnyWeight,
-    BlockFp8,
-    GroupFp4,
-    GroupFp8,
-    dequantize,
-    from_e8m0,
-    spread,
-)
+from dcpmla.parallel.formats import BLOCK, GROUP, AnyWeight, Quantized, dequantize, from_e8m0, is_block_fp8, spread
 
 
 def reorder_rows(weight: AnyWeight, order: Tensor) -> AnyWeight:
     """Return a matrix with the rows of every head in another order; in fp8 if all rows stay in their block, or have
     scales of their own.
     """
-    if isinstance(weight, BlockFp8) and BLOCK % len(order) == 0:
-        return BlockFp8(_reorder(weight.codes.view(torch.uint8), order).view(weight.codes.dtype), weight.scales)
-    if isinstance(weight, GroupFp8):
-        codes = _reorder(weight.codes.view(torch.uint8), order).view(weight.codes.dtype)
-        return GroupFp8(codes, _reorder(weight.scales, order))
-    return _reorder(weight if isinstance(weight, Tensor) else dequantize(weight, torch.float32), order)
+
+    def reorder(x: Tensor) -> Tensor:
+        rows = x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x  # whose rows torch cannot index
+        return rows.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1).view(x.dtype)
+
+    if isinstance(weight, Quantized) and not is_block_fp8(weight):
+        return weight.map(reorder)
+    if isinstance(weight, Quantized) and BLOCK % len(order) == 0:
+        return weight._replace(codes=reorder(weight.codes))
+    return reorder(dequantize(weight, torch.float32) if isinstance(weight, Quantized) else weight)
 
 
-def _reorder(x: Tensor, order: Tensor) -> Tensor:
-    return x.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
-
-
-def to_block_fp8(weight: GroupFp4) -> BlockFp8 | None:
+def to_block_fp8(weight: Quantized) -> Quantized | None:
     """Return a matrix of the same values in e4m3, or None if a block of 128 x 128 has no scale that represents all its
     values exactly.
 
@@ -48,6 +38,6 @@ def to_block_fp8(weight: GroupFp4) -> BlockFp8 | None:
     blocks = nn.functional.pad(exponents, padding).unflatten(-1, (-1, groups_a_block)).unflatten(-3, (-1, BLOCK))
     base = (blocks.amax((-3, -1)) - 6).clamp(min=1)  # the exponent of float32's smallest normal number
     shifts = exponents - spread(base, BLOCK, groups_a_block, exponents)
-    values = dequantize(GroupFp4(weight.codes, (shifts + 127).clamp(0, 254).to(torch.uint8)), torch.float32)
+    values = dequantize(Quantized(weight.codes, (shifts + 127).clamp(0, 254).to(torch.uint8)), torch.float32)
     codes = values.to(torch.float8_e4m3fn)
-    return BlockFp8(codes, from_e8m0(base.to(torch.uint8))) if torch.equal(codes.float(), values) else None
+    return Quantized(codes, from_e8m0(base.to(torch.uint8))) if torch.equal(codes.float(), values) else None

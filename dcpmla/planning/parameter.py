@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, replace
 from math import prod
 
-from dcpmla.parallel.quantized import BLOCK, GROUP, cut
+from dcpmla.parallel.formats import BLOCK, FP8, MXFP8, Format, cut
 
 PARTS = ("attention", "mlp", "experts", "embedding", "head", "rest")
 _NAMED = {
@@ -15,8 +15,6 @@ _NAMED = {
 _JOINED = re.compile(
     r"\.self_attn\.(kv_proj|compressor\.(indexer\.)?(kv_proj|gate_proj|scorer\.weights_proj))\.weight$"
 )
-_FP8_SCALE_BYTES = 4
-_GROUP_SCALE_BYTES = {"fp4": 1, "int4": 2}  # bytes per group of 4-bit codes
 
 
 @dataclass(frozen=True)
@@ -27,8 +25,7 @@ class Parameter:
         count: Number of such parameters.
         style: Cut, "column" (outputs cut), "row" (inputs cut; a sum over the ranks follows) or "whole" (on every rank).
         itemsize: Bytes of an element that is not quantized.
-        codes: Format "fp8", "mxfp8", "fp4" or "int4" where the checkpoint has it in blocks that the runtime can keep;
-            else "".
+        format: Format of the checkpoint where it has blocks or groups that the runtime can keep; else None.
         num_pieces: Equal parts of the cut dim, cut one by one: gate and up of experts, shared experts.
         in_blocks: True if cuts are moved to multiples of 128 where every rank gets some: MLPs and experts of a
             quantized model.
@@ -39,7 +36,7 @@ class Parameter:
     count: int
     style: str
     itemsize: int
-    codes: str = ""
+    format: Format | None = None
     num_pieces: int = 1
     in_blocks: bool = False
 
@@ -81,7 +78,7 @@ class Parameter:
 
     def widened(self) -> "Parameter":
         """Return the same without quantization."""
-        return replace(self, codes="", in_blocks=False)
+        return replace(self, format=None, in_blocks=False)
 
     def shard_shape(self, tensor_parallel_size: int, expert_parallel: bool = False) -> tuple[int, ...]:
         """Return the shape on the rank that has most of it."""
@@ -93,41 +90,40 @@ class Parameter:
             shape[self._dim] = pieces * self._largest_cut(shape[self._dim] // pieces, tensor_parallel_size)
         return tuple(shape)
 
-    def stays_quantized(self, tensor_parallel_size: int, expert_parallel: bool = False) -> bool:
-        """Return whether the ranks cut it between blocks, so that they hold codes (`read_linear`). The gate and up of
-        an MLP, one above the other, must be whole blocks, and so must experts, which are stacked. Linear layers keep no
-        integers in 4 bits.
+    def held_format(self, tensor_parallel_size: int, expert_parallel: bool = False) -> Format | None:
+        """Return the format in which the ranks hold it: they cut it between blocks or groups (`read_linear`). The gate
+        and up of an MLP, one above the other, must be whole blocks of fp8, and so must experts, which are stacked. None
+        if it is not quantized.
         """
-        is_spread = expert_parallel and tensor_parallel_size > 1
-        is_linear = not self.is_expert and (is_spread or not self.is_shared_expert)
-        if not self.codes or (self.codes == "int4" and is_linear):
-            return False
+        if self.format is None:
+            return None
         shape, pieces = self.shard_shape(tensor_parallel_size, expert_parallel), self._pieces(expert_parallel)
-        rows, cols = shape[-2] // (pieces if self._dim == -2 else 1), shape[-1]
-        if self.codes == "mxfp8":
-            return cols % BLOCK == 0  # each row has its own scales
+        rows, cols = shape[-2] // (pieces if self._dim == -2 else 1), shape[-1] // (pieces if self._dim == -1 else 1)
+        if self.format == MXFP8:
+            return self.format if cols % BLOCK == 0 else None  # each row has its own scales
+        if self.format.is_packed:
+            return self.format.cut_at(cols, self.shape[-1])
         sizes = [cols]
         if self.is_expert or self.name.endswith(("gate_proj.weight", "up_proj.weight")):
             sizes.append(rows)
         if self._dim is not None and shape != self.shape:
             sizes += [shape[self._dim] // pieces, self.shape[self._dim] // pieces]
-        side = GROUP if self.codes in _GROUP_SCALE_BYTES else BLOCK
-        return all(size % side == 0 for size in sizes)
+        return FP8 if all(size % BLOCK == 0 for size in sizes) else None
+
+    def stays_quantized(self, tensor_parallel_size: int, expert_parallel: bool = False) -> bool:
+        """Return whether the ranks hold codes."""
+        return self.held_format(tensor_parallel_size, expert_parallel) is not None
 
     def is_packed(self, tensor_parallel_size: int, expert_parallel: bool = False) -> bool:
         """Return whether the ranks hold codes of 4 bits."""
-        return self.codes in _GROUP_SCALE_BYTES and self.stays_quantized(tensor_parallel_size, expert_parallel)
+        held = self.held_format(tensor_parallel_size, expert_parallel)
+        return held is not None and held.is_packed
 
     def shard_bytes(self, tensor_parallel_size: int, expert_parallel: bool = False) -> int:
         """Return the bytes of one parameter on the rank that has most of it, scales included."""
-        shape = self.shard_shape(tensor_parallel_size, expert_parallel)
-        if not self.stays_quantized(tensor_parallel_size, expert_parallel):
-            return prod(shape) * self.itemsize
-        if self.is_packed(tensor_parallel_size, expert_parallel):
-            return prod(shape) // 2 + prod(shape) // GROUP * _GROUP_SCALE_BYTES[self.codes]
-        if self.codes == "mxfp8":
-            return prod(shape) + prod(shape) // GROUP
-        return prod(shape) + prod(shape[:-2]) * -(-shape[-2] // BLOCK) * (shape[-1] // BLOCK) * _FP8_SCALE_BYTES
+        layout = tensor_parallel_size, expert_parallel
+        shape, held = self.shard_shape(*layout), self.held_format(*layout)
+        return prod(shape) * self.itemsize if held is None else held.num_bytes(shape)
 
     @property
     def _dim(self) -> int | None:

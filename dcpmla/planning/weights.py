@@ -6,7 +6,7 @@ from math import prod
 
 from dcpmla.attention.stack import Stack
 from dcpmla.fields import check_experts
-from dcpmla.parallel.quantized import BLOCK
+from dcpmla.parallel.formats import BLOCK, FP4, FP8
 from dcpmla.planning.parameter import PARTS, Parameter
 
 
@@ -87,12 +87,12 @@ class ModelSize:
         if expert_dtype == "auto":
             return self
         experts = [parameter for parameter in self.parameters if parameter.is_expert]
-        if not experts or any(expert.codes != "fp4" for expert in experts):
+        if not experts or any(expert.format != FP4 for expert in experts):
             raise ValueError(
                 f"expert_dtype (--expert-dtype) is {expert_dtype!r}, but the model's experts are not in e2m1; "
                 f"choose auto"
             )
-        parameters = (replace(each, codes="fp8") if each.is_expert else each for each in self.parameters)
+        parameters = (replace(each, format=FP8) if each.is_expert else each for each in self.parameters)
         return replace(self, parameters=tuple(parameters), expert_dtype=expert_dtype)
 
     def widened(self) -> "ModelSize":

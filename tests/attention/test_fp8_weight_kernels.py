@@ -7,7 +7,7 @@ from dcpmla.attention.output import kernels as output_kernels
 from dcpmla.attention.output.formats import OutputQuant, TargetRows
 from dcpmla.attention.projection_calls import QueryAbsorption, ValueProjection
 from dcpmla.attention.triton import projections as kernels
-from dcpmla.parallel.quantized import BlockFp8, dequantize
+from dcpmla.parallel.formats import Quantized, dequantize
 from tests.parallel.test_fp8_linear import blocks
 from tests.support.kernels import on_both, run_kernels
 
@@ -25,12 +25,12 @@ def check_kernels(device: str) -> None:
 def check_size(device: str, dtype: torch.dtype, num_tokens: int, heads: int, rank: int) -> None:
     generator = torch.Generator().manual_seed(3)
     made = [blocks(256, rank, seed) for seed in range(heads)]
-    both = BlockFp8(*(torch.stack(parts).to(device) for parts in zip(*made, strict=True)))
+    both = Quantized(*(torch.stack(parts).to(device) for parts in zip(*(each[:2] for each in made), strict=True)))
     q = torch.randn(num_tokens, heads, 192, generator=generator).to(device, dtype)
     out = torch.randn(num_tokens, heads, rank, generator=generator).to(device, dtype)
     values = dequantize(both, dtype)
     w_uk, w_uv = (
-        BlockFp8(both.codes[:, part], both.scales[:, at])
+        Quantized(both.codes[:, part], both.scales[:, at])
         for part, at in ((slice(128), slice(1)), (slice(128, 256), slice(1, 2)))
     )
     absorbed = kernels.absorb_query(QueryAbsorption(q, w_uk.codes, None, False, None, w_uk.scales))

@@ -13,8 +13,8 @@ from dcpmla.attention.mla.fp8_scales import OUTPUT_SCALE_NAMES, read_scale
 from dcpmla.comm.select import select_exchange
 from dcpmla.indexer_config import IndexerConfig
 from dcpmla.integrations.families.table import attention_of
+from dcpmla.parallel.formats import Quantized, dequantize
 from dcpmla.parallel.linear import Linear
-from dcpmla.parallel.quantized import BlockFp8, dequantize
 from tests.attention.test_compile import DECODES, MIXED, PREFILL, Batch, run_layer
 from tests.attention.test_compressed_layer import modules_of, tiny
 from tests.support.fp8_layers import CONFIG, TOLERANCE, dequantized, layers, stored
@@ -30,7 +30,7 @@ def assert_equal_weights(in_fp8: nn.Module, plain: nn.Module, kept: set[str]) ->
             mine = in_fp8.get_submodule(name)
             assert isinstance(mine, Linear)
             assert (mine.weight_scale is not None) == (name in kept), name
-            weight = mine.weight if mine.weight_scale is None else BlockFp8(mine.weight, mine.weight_scale)
+            weight = mine.weight if mine.weight_scale is None else Quantized(mine.weight, mine.weight_scale)
             assert torch.equal(dequantize(weight, module.weight.dtype), module.weight)
 
 

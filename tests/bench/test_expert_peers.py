@@ -19,7 +19,7 @@ from dcpmla.bench.experts import SHAPES, Shape
 from dcpmla.cache.formats import FP8
 from dcpmla.comm.terms import whole
 from dcpmla.model.experts import ExpertWeights, compute_experts
-from dcpmla.parallel.quantized import BLOCK, BlockFp8, dequantize
+from dcpmla.parallel.formats import BLOCK, Quantized, dequantize
 from tests.attention.test_decode_compile import compile_for_hopper
 from tests.support.benches import measure
 from tests.support.interpreter import convert_as_torch
@@ -28,9 +28,9 @@ from tests.support.shared_memory import run_interpreted
 HIDDEN, WIDTH, EXPERTS, TOP_K = 384, 1152, 12, 3
 
 
-def product(codes: Tensor, scales: Tensor, weight: BlockFp8, expert: int) -> Tensor:
+def product(codes: Tensor, scales: Tensor, weight: Quantized, expert: int) -> Tensor:
     values = (codes.float().unflatten(1, (-1, BLOCK)) * scales[..., None]).flatten(1)
-    return values @ dequantize(BlockFp8(*(part[expert] for part in weight)), torch.float32).T
+    return values @ dequantize(weight.map(lambda part: part[expert]), torch.float32).T
 
 
 class FakeDeepGemm:
@@ -42,7 +42,7 @@ class FakeDeepGemm:
         self.rows = rows
 
     def m_grouped_fp8_gemm_nt_contiguous(
-        self, x: tuple[Tensor, Tensor], weight: BlockFp8, out: Tensor, ends: Tensor, use_psum_layout: bool
+        self, x: tuple[Tensor, Tensor], weight: Quantized, out: Tensor, ends: Tensor, use_psum_layout: bool
     ) -> None:
         assert use_psum_layout
         assert (ends.dtype, ends.shape) == (torch.int32, (EXPERTS,))
@@ -58,7 +58,7 @@ class FakeDeepGemm:
 
 def multiply_blocks(
     x: tuple[Tensor, Tensor],
-    weight: BlockFp8,
+    weight: Quantized,
     out: Tensor,
     routes: Tensor | None,
     experts: Tensor,
@@ -87,7 +87,7 @@ class FakeVllm:
         self, x: Tensor, codes: Tensor, out: Tensor, x_scales: Tensor, scales: Tensor, *given: Any, **options: Any
     ) -> None:
         order, rows = given[1:], options["config"]["BLOCK_SIZE_M"]
-        multiply_blocks((x, x_scales), BlockFp8(codes, scales), out[0], *order, options["top_k"], rows)
+        multiply_blocks((x, x_scales), Quantized(codes, scales), out[0], *order, options["top_k"], rows)
 
 
 def fake_humming() -> Any:
@@ -100,7 +100,7 @@ def fake_humming() -> Any:
         return {"block_shape": (24 if config.shape_n == 2 * WIDTH and options["shape_m"] > 20 else 8, 256, 128)}
 
     def forward(config: Any, *, inputs: Tensor, input_scale: Tensor, outputs: Tensor, **given: Any) -> Tensor:
-        weight = BlockFp8(given["weight"].view(FP8), given["weight_scale"])
+        weight = Quantized(given["weight"].view(FP8), given["weight_scale"])
         order = given["sorted_ids"], given["expert_ids"], given["num_tokens_padded"]
         rows = given["tuning_config"]["block_shape"][0]
         multiply_blocks((inputs, input_scale), weight, outputs, *order, given["top_k"], rows)
@@ -123,10 +123,10 @@ def check_peers() -> None:
     convert_as_torch()
     generator = torch.Generator().manual_seed(0)
 
-    def weight(num_rows: int, num_cols: int) -> BlockFp8:
+    def weight(num_rows: int, num_cols: int) -> Quantized:
         values = torch.randn(EXPERTS, num_rows, num_cols, generator=generator)
         scales = torch.rand(EXPERTS, num_rows // BLOCK, num_cols // BLOCK, generator=generator) + 0.5
-        return BlockFp8(values.to(FP8), scales * num_cols**-0.5)
+        return Quantized(values.to(FP8), scales * num_cols**-0.5)
 
     weights = ExpertWeights(weight(2 * WIDTH, HIDDEN), weight(HIDDEN, WIDTH))
     peers: dict[str, Experts] = {

@@ -15,12 +15,12 @@ from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.model.moe import MoE
+from dcpmla.parallel.formats import Quantized, dequantize, format_name
 from dcpmla.parallel.linear import Linear, read_linear
-from dcpmla.parallel.quantized import BlockFp8, dequantize
 from dcpmla.runtime.sampling import SamplingParams
 from tests.integrations.test_transformers import prompts
 from tests.support.models import FAMILIES, LARGE4_SHARING, SPARSE_FAMILIES, save_tiny
-from tests.support.quantized_models import SCHEMES, save_wide
+from tests.support.quantized_models import AWQ, SCHEMES, save_wide
 from tests.support.ranks import run_ranks
 from tests.support.whole_models import load_engine_on_rank
 
@@ -38,7 +38,7 @@ def outcome(directory: Path) -> tuple[list[list[int]], set[str], bool]:
     list(engine.run())
     assert isinstance(engine.model, ShardedModel)
     modules = list(engine.model.hidden_states.modules())
-    experts = {type(weight).__name__ for moe in modules if isinstance(moe, MoE) for weight in moe.experts}
+    experts = {format_name(weight) for moe in modules if isinstance(moe, MoE) for weight in moe.experts}
     keeps_codes = any(module.weight_scale is not None for module in modules if isinstance(module, Linear))
     return [request.token_ids for request in requests], experts, keeps_codes
 
@@ -50,13 +50,15 @@ MXFP8 = {"quantization_config": SCHEMES["e8m0_32"].config, "num_nextn_predict_la
 @pytest.mark.parametrize(
     ("family", "fields", "experts"),
     [
-        ("deepseek_v3", FP8, "BlockFp8"),
-        ("deepseek_v4", {"num_nextn_predict_layers": 0}, "Tensor"),
-        ("deepseek_v4", FP8 | {"expert_dtype": "fp4"}, "GroupFp4"),
-        ("deepseek_v4", MXFP8 | {"expert_dtype": "fp4"}, "GroupFp4"),
-        ("deepseek_v3", {"quantization_config": SCHEMES["int4"].config, "num_nextn_predict_layers": 0}, "GroupInt4"),
-        ("deepseek_v3", {"quantization_config": SCHEMES["mxfp4"].config, "num_nextn_predict_layers": 0}, "GroupFp4"),
-        *([("axk2", FP8 | {"num_nextn_predict_layers": 0}, "BlockFp8")] if "axk2" in SPARSE_FAMILIES else []),
+        ("deepseek_v3", FP8, "fp8"),
+        ("deepseek_v4", {"num_nextn_predict_layers": 0}, "plain"),
+        ("deepseek_v4", FP8 | {"expert_dtype": "fp4"}, "fp4"),
+        ("deepseek_v4", MXFP8 | {"expert_dtype": "fp4"}, "fp4"),
+        ("deepseek_v3", {"quantization_config": SCHEMES["int4"].config, "num_nextn_predict_layers": 0}, "int4"),
+        ("deepseek_v3", {"quantization_config": SCHEMES["mxfp4"].config, "num_nextn_predict_layers": 0}, "fp4"),
+        ("deepseek_v3", {"quantization_config": AWQ, "num_nextn_predict_layers": 1}, "int4"),
+        ("deepseek_v3", {"quantization_config": SCHEMES["nvfp4"].config, "num_nextn_predict_layers": 0}, "nvfp4"),
+        *([("axk2", FP8 | {"num_nextn_predict_layers": 0}, "fp8")] if "axk2" in SPARSE_FAMILIES else []),
     ],
 )
 def test_a_config_alone_generates(family: str, fields: dict[str, Any], experts: str, tmp_path: Path) -> None:
@@ -66,8 +68,8 @@ def test_a_config_alone_generates(family: str, fields: dict[str, Any], experts: 
     (tmp_path / "config.json").write_text(json.dumps(config | fields))
     first, second = run_ranks(2, outcome, tmp_path)
     assert first[0] == second[0]
-    has_fp8 = fields.get("quantization_config") in (SCHEMES["block"].config, SCHEMES["e8m0_32"].config)
-    assert first[1:] == second[1:] == ({experts}, has_fp8)
+    kept = [SCHEMES[scheme].config for scheme in ("block", "e8m0_32", "awq", "nvfp4")]
+    assert first[1:] == second[1:] == ({experts}, fields.get("quantization_config") in kept)
 
 
 @pytest.mark.usefixtures("one_process_on_cpu")
@@ -91,14 +93,14 @@ def test_slices_are_cut_as_they_are_stored() -> None:
     weights = dummy_weights(shapes, SimpleNamespace(**FP8), torch.bfloat16, torch.device("cpu"))
     name, gate, _ = shapes
     kept, cut = (read_linear(weights, name, shapes[name], rows=rows) for rows in (slice(128, 320), slice(64, 128)))
-    assert isinstance(kept, BlockFp8)
+    assert isinstance(kept, Quantized)
     assert (kept.codes.shape, kept.scales.shape) == ((192, 256), (2, 2))
     assert isinstance(cut, torch.Tensor)
     assert cut.dtype == torch.bfloat16
     again = read_linear(weights, name, shapes[name], rows=slice(128, 320))
     assert torch.equal(dequantize(again, torch.float32), dequantize(kept, torch.float32))
     assert isinstance(read_linear(weights, gate, shapes[gate]), torch.Tensor)
-    assert isinstance(read_linear(weights, down, shapes[down]), BlockFp8)
+    assert isinstance(read_linear(weights, down, shapes[down]), Quantized)
 
 
 def test_token_ids_route_to_all_experts() -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.model.moe import MoE
+from dcpmla.parallel.formats import dequantize
 from dcpmla.parallel.mesh import DCPMesh
-from dcpmla.parallel.quantized import dequantize
 from tests.support.engines import new_engine
 from tests.support.models import FAMILIES, drop_zero_experts, save_tiny
 from tests.support.oracle import Oracle

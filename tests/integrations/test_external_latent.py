@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from dcpmla import ExternalAttention, MLAAttention, MLAConfig, MLAModules, Placement
 from dcpmla.attention.layers.pooled.layer import PooledAttention
-from dcpmla.parallel.quantized import BlockFp8, dequantize
+from dcpmla.parallel.formats import Quantized, dequantize
 from tests.attention.test_compile import DECODES, MIXED, SMALL, VARIANTS, make_layer, run_layer
 from tests.support.ranks import run_ranks
 
@@ -153,7 +153,7 @@ def block_fp8() -> tuple[Tensor, Tensor]:
     layer = make_layer(WIDE, 1, "auto", torch.float32, "cpu")
     weight = layer.kv_b_proj.weight
     scales = torch.tensor([[0.01], [0.02], [0.03], [0.04]])
-    codes = BlockFp8((weight * 30).to(torch.float8_e4m3fn), scales)
+    codes = Quantized((weight * 30).to(torch.float8_e4m3fn), scales)
     modules = modules_of(layer)
     outputs = [
         run_layer(external(layer, dataclasses.replace(modules, w_kv_b=w)), MIXED)[0]
@@ -177,9 +177,9 @@ def refusals() -> list[str]:
         {"w_kv_b": w[:-12]},
         {"q_a_layernorm": None},
         {"kv_a_layernorm": torch.ones(8)},
-        {"w_kv_b": BlockFp8(w.to(torch.float8_e4m3fn), torch.ones(1, 1))},
+        {"w_kv_b": Quantized(w.to(torch.float8_e4m3fn), torch.ones(1, 1))},
     ):
-        with pytest.raises(ValueError, match="has shape|BlockFp8") as caught:
+        with pytest.raises(ValueError, match="has shape|in fp8") as caught:
             external(layer, dataclasses.replace(modules, **wrong))
         told.append(str(caught.value))
     sinks = torch.zeros(6)
@@ -207,7 +207,7 @@ def test_weights_of_other_shapes_are_refused() -> None:
         "w_kv_b has shape (60, 16); the config and the heads of this rank ask for (72, 16)",
         "q_a_layernorm has shape None; the config and the heads of this rank ask for (24,)",
         "kv_a_layernorm has shape (8,); the config and the heads of this rank ask for (16,)",
-        "w_kv_b is BlockFp8; heads of (8, 4) values share blocks of 128: give its values",
+        "w_kv_b is in fp8; heads of (8, 4) values share blocks of 128: give its values",
         "sinks has shape None; the config and the heads of this rank ask for (6,)",
         "sinks has shape (5,); the config and the heads of this rank ask for (6,)",
         "sinks is torch.float64; attention reads torch.float32",

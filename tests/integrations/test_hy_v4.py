@@ -109,5 +109,5 @@ def test_block_fp8(scheme: str, tmp_path: Path) -> None:
     stack_experts(twin)
     results = run_ranks(2, outcome, tmp_path / "fp8", 2, False)
     check_quantized(results, model_class.from_pretrained(twin, dtype=torch.float32).eval())
-    assert {kind for _, experts, *_ in results for kind in experts} == {"BlockFp8"}
+    assert {kind for _, experts, *_ in results for kind in experts} == {"fp8"}
     check_bytes([tmp_path / "fp8"], 2)

@@ -12,14 +12,15 @@ from torch import Tensor
 
 from dcpmla import DCPConfig, MLAAttention
 from dcpmla.attention.output.rows import quant_for
-from dcpmla.hf_quantization import check_quantization, scale_block
+from dcpmla.hf_quantization import check_quantization, scale_blocks
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.families.family import Family
 from dcpmla.integrations.families.table import find_family
 from dcpmla.integrations.quantization import StoredTensor
+from dcpmla.parallel.formats import Quantized, dequantize, format_name, from_e8m0, is_block_fp8
 from dcpmla.parallel.linear import Weight, read_linear, read_weight
-from dcpmla.parallel.quantized import BlockFp8, GroupFp4, GroupFp8, GroupInt4, dequantize, from_e8m0
-from tests.support.quantized_models import SCHEMES, pack_int4, quantize, save_wide, write_dequantized, write_quantized
+from tests.support.packers import pack_int4
+from tests.support.quantized_models import SCHEMES, quantize, save_wide, write_dequantized, write_quantized
 from tests.support.ranks import run_ranks
 from tests.support.whole_models import load_on_rank
 
@@ -27,24 +28,24 @@ WHOLE, CUT = slice(None), slice(3, 101)
 MLA_SCHEMES = [scheme for scheme in SCHEMES if not scheme.startswith("published")]
 KEPT = (
     dict.fromkeys(
-        ("block", "ue8m0", "e8m0", "bytes", "tensor", "modelopt", "compressed_tensor", "compressed_block"), BlockFp8
+        ("block", "ue8m0", "e8m0", "bytes", "tensor", "modelopt", "compressed_tensor", "compressed_block"), "fp8"
     )
-    | dict.fromkeys(("int4", "int4_all"), GroupInt4)
-    | {"mxfp4": GroupFp4, "e8m0_32": GroupFp8}
+    | dict.fromkeys(("int4", "int4_all", "int4_asymmetric", "int4_channel", "awq", "gptq"), "int4")
+    | {"mxfp4": "fp4", "e8m0_32": "mxfp8", "nvfp4": "nvfp4", "nvfp4_ct": "nvfp4"}
 )
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
     config = json.loads((directory / "config.json").read_text())
     rename = partial(find_family(config["model_type"]).module_name, num_layers=config["num_hidden_layers"])
-    return Checkpoint(directory, scale_block(config.get("quantization_config")), rename)
+    return Checkpoint(directory, scale_blocks(config.get("quantization_config")), rename)
 
 
 def make_pair(source: Path, directory: Path, scheme: str) -> tuple[dict[str, Weight], dict[str, Tensor]]:
     """Return the weights of a quantized checkpoint, and the tensors of its twin."""
     write_quantized(source, directory / "quantized", scheme)
     write_dequantized(source, directory / "twin", scheme)
-    check_quantization(json.loads((directory / "quantized" / "config.json").read_text())["quantization_config"])
+    check_quantization(SCHEMES[scheme].config)
     weights, twin = (open_checkpoint(directory / name).weights("") for name in ("quantized", "twin"))
     more = ("input_scale", "layers.4.shared_head.norm.weight")  # the latter of multi-token prediction
     assert {name for name in weights if not name.endswith(more)} == set(twin)
@@ -69,8 +70,8 @@ def test_what_is_read_is_what_the_twin_holds(scheme: str, v32: Path, tmp_path: P
             assert torch.equal(read_weight(weights, name, shape, CUT, CUT), values[CUT, CUT])
             whole = read_linear(weights, name, (shape[0], shape[1]))
             assert torch.equal(dequantize(whole, torch.float32), values)
-            kinds |= {type(whole)} if not isinstance(weights[name], StoredTensor) else set()
-    assert kinds == {KEPT.get(scheme, Tensor)}
+            kinds |= {format_name(whole)} if not isinstance(weights[name], StoredTensor) else set()
+    assert kinds == ({"int4", "fp8"} if scheme in ("mixed", "w4afp8") else {KEPT.get(scheme, "plain")})
 
 
 KV_A = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
@@ -108,10 +109,10 @@ def test_cuts_at_blocks_and_groups_keep_codes(
     weights, twin = make_pair(v32, tmp_path, scheme)
     for rows, cols in (*kept, *cut):
         part = read_linear(weights, name, shape, rows, cols)
-        assert isinstance(part, KEPT[scheme] if (rows, cols) in kept else Tensor)
+        assert format_name(part) == (KEPT[scheme] if (rows, cols) in kept else "plain")
         values = part if isinstance(part, Tensor) else dequantize(part, torch.float32)
         assert torch.equal(values, twin[name][rows, cols])
-        if isinstance(part, BlockFp8):
+        if is_block_fp8(part):
             stored = load_file(tmp_path / "quantized" / "model.safetensors")[name]
             assert torch.equal(part.codes.view(torch.uint8), stored[rows, cols].view(torch.uint8))
 
@@ -123,9 +124,9 @@ def test_rows_with_scales_of_their_own(tmp_path: Path) -> None:
     exponents = scales.to(torch.float8_e8m0fnu)
     exponents.view(torch.uint8)[60, 1] = 255
     save_file({"a.weight": codes, "a.weight_scale_inv": exponents}, tmp_path / "model.safetensors")
-    weights = Checkpoint(tmp_path, (32, 32)).weights("")
+    weights = Checkpoint(tmp_path, ((32, 32),)).weights("")
     part = read_linear(weights, "a.weight", (70, 64), slice(3, 50))
-    assert isinstance(part, GroupFp8)
+    assert isinstance(part, Quantized)
     assert torch.equal(part.codes.float(), codes[3:50].float())
     assert torch.equal(from_e8m0(part.scales), scales[3:50])
     with pytest.raises(ValueError, match="tensor a.weight has a scale that is negative, infinite or NaN"):
@@ -150,7 +151,7 @@ def test_scales_are_read_once_and_codes_as_they_are_sliced(
 def test_deepseek_v4_as_published(tmp_path: Path) -> None:
     save_wide("deepseek_v4", tmp_path / "saved")
     weights, twin = make_pair(tmp_path / "saved", tmp_path, "published")
-    kinds: dict[str, type] = {}
+    kinds: dict[str, str] = {}
     for name, values in twin.items():
         if not values.is_floating_point():
             assert torch.equal(weights[name][WHOLE,], values)
@@ -162,11 +163,11 @@ def test_deepseek_v4_as_published(tmp_path: Path) -> None:
             for cols in (WHOLE, slice(128, 256), slice(32, 128), slice(3, 11)):
                 part = read_linear(weights, name, (shape[0], shape[1]), WHOLE, cols)
                 assert torch.equal(dequantize(part, torch.float32), values[:, cols])
-                kinds[f"{name.split('layers.1.')[-1]} {cols.start}"] = type(part)
+                kinds[f"{name.split('layers.1.')[-1]} {cols.start}"] = format_name(part)
     expert, attention, gate = "mlp.experts.3.down_proj.weight", "self_attn.q_a_proj.weight", "mlp.gate.weight"
-    assert [kinds[f"{expert} {first}"] for first in (None, 128, 32, 3)] == [GroupFp4, GroupFp4, GroupFp4, Tensor]
-    assert [kinds[f"{attention} {first}"] for first in (None, 128, 32)] == [BlockFp8, BlockFp8, Tensor]
-    assert kinds[f"{gate} None"] == Tensor
+    assert [kinds[f"{expert} {first}"] for first in (None, 128, 32, 3)] == ["fp4", "fp4", "fp4", "plain"]
+    assert [kinds[f"{attention} {first}"] for first in (None, 128, 32)] == ["fp8", "fp8", "plain"]
+    assert kinds[f"{gate} None"] == "plain"
 
 
 def check_input_scales(directory: Path) -> None:
@@ -202,7 +203,7 @@ def test_integers_are_packed_as_compressed_tensors_does(v32: Path, tmp_path: Pat
     save_file(
         {"w.weight_packed": packed, "w.weight_scale": torch.tensor([[0.5], [3.0]])}, tmp_path / "model.safetensors"
     )
-    weight = Checkpoint(tmp_path, (1, 16), partial(Family().module_name, num_layers=4)).weights("")["w.weight"]
+    weight = Checkpoint(tmp_path, rename=partial(Family().module_name, num_layers=4)).weights("")["w.weight"]
     for rows, cols in ((WHOLE, WHOLE), (slice(1, 2), slice(3, 11)), (WHOLE, slice(7, 8)), (WHOLE, slice(8, 16))):
         assert torch.equal(weight[rows, cols], (numbers * torch.tensor([[0.5], [3.0]]))[rows, cols])
 
@@ -211,6 +212,6 @@ def test_integers_with_scales_of_another_dtype_are_read_as_values(tmp_path: Path
     tensors = {"w.weight_packed": torch.zeros(2, 8, dtype=torch.int32), "w.weight_scale": torch.rand(2, 2)}
     save_file(tensors, tmp_path / "model.safetensors")
     part = read_linear(
-        Checkpoint(tmp_path, (1, 32), partial(Family().module_name, num_layers=4)).weights(""), "w.weight", (2, 64)
+        Checkpoint(tmp_path, rename=partial(Family().module_name, num_layers=4)).weights(""), "w.weight", (2, 64)
     )
     assert torch.equal(part, -8 * tensors["w.weight_scale"].repeat_interleave(32, 1))

@@ -12,7 +12,7 @@ from torch import Tensor
 from dcpmla.hf_quantization import check_quantization
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.parallel.linear import read_linear
-from tests.support.quantized_models import SCHEMES
+from tests.support.quantized_models import AWQ, GPTQ, SCHEMES
 
 E4M3 = torch.zeros(40, 256, dtype=torch.float8_e4m3fn)
 PACKED = torch.zeros(40, 32, dtype=torch.int8)
@@ -31,12 +31,15 @@ GRID = torch.ones(1, 2)
         ({"w": E4M3, "w_scale": torch.ones(())}, r"has scales of shape \(\); blocks of 40 x 128 ask for \(1, 2\)"),
         ({"w": E4M3[0], "w_scale": torch.ones(2)}, r"w of shape \(256,\) has scales of shape \(2,\)"),
         ({"w": E4M3, "w_scale_inv": GRID.int()}, "w of dtype F8_E4M3 .* has scales of dtype I32"),
-        ({"w": PACKED, "w_scale": torch.ones(40, 2)}, r"w of dtype I8 and shape \(40, 32\) has scales of dtype F32"),
-        ({"w": PACKED[:, :12], "w_scale": torch.ones(40, 1).byte()}, "in whole groups of 32"),
-        ({"w": PACKED, "w_scale": torch.ones(40, 1).byte()}, r"shape \(40, 64\) .* blocks of 1 x 32 ask for \(40, 2\)"),
+        ({"w": PACKED, "w_scale": torch.ones(40, 3)}, r"w of dtype I8 and shape \(40, 32\) has scales of dtype F32"),
+        (
+            {"w": PACKED[:, :12], "w_scale": torch.ones(40, 1).byte()},
+            r"scales of dtype U8 and shape \(40, 1\); codes may",
+        ),
+        ({"w": PACKED, "w_scale": torch.ones(40, 1).byte()}, r"in whole groups .* I8, U8 with scales of F8_E8M0, U8"),
         ({"w.weight": PACKED.int()}, "tensor w.weight has dtype I32, but there are no scales"),
-        ({"w": PACKED.int(), "w_scale": torch.ones(40, 3)}, r"w of shape \(40, 256\) has scales of shape \(40, 3\)"),
-        ({"w": PACKED.int(), "w_scale": GRID.byte()}, "w of dtype I32 .* eight integers in I32 with scales of F32"),
+        ({"w": PACKED.int(), "w_scale": torch.ones(40, 3)}, r"w of dtype I32 .* and shape \(40, 3\); codes may"),
+        ({"w": PACKED.int(), "w_scale": GRID.byte()}, "w of dtype I32 .* I32 with scales of F32.* .AWQ"),
         ({"w": E4M3.float(), "w_scale_inv": GRID}, "w of dtype F32 .* has scales of dtype F32"),
         *(
             ({"w": E4M3, "w_scale_inv": GRID * bad}, "tensor w has a scale that is negative, infinite or NaN")
@@ -66,22 +69,35 @@ def with_groups(scheme: dict[str, Any], *weights: dict[str, Any]) -> dict[str, A
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
-        ({"quant_method": "awq"}, "quant_method is 'awq'; it must be one of fp8, compressed-tensors, modelopt"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo of modelopt is 'NVFP4'; .* one of FP8"),
+        ({"quant_method": "quark"}, "quant_method is 'quark'; it must be one of fp8, compressed-tensors, modelopt"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo of modelopt is 'W4A8_AWQ'; .* one of FP8"),
+        (
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"a": {"quant_algo": "X"}},
+            },
+            "quantized_layers.a.quant_algo is 'X'",
+        ),
+        (AWQ | {"bits": 8}, "bits of awq is 8; it must be 4"),
+        (AWQ | {"version": "gemv"}, "version of awq is 'gemv'; it must be one of gemm"),
+        (AWQ | {"zero_point": False}, "zero_point of awq is False"),
+        (GPTQ | {"desc_act": True}, "desc_act of gptq is True; it must be false"),
+        (GPTQ | {"sym": False}, "sym of gptq is False; it must be true"),
+        (GPTQ | {"dynamic": {"+:.*": {"bits": 8}}}, "dynamic has rules for single modules"),
         ({"quant_method": "modelopt"}, "quant_algo of modelopt is None"),
         (with_groups({**COMPRESSED, "format": "dense"}, CHANNEL), "format of compressed-tensors is 'dense'"),
         (
-            {**COMPRESSED, "format": "nvfp4-pack-quantized"},
-            "format of compressed-tensors is 'nvfp4-pack-quantized'; it must be one of float-quantized",
+            {**COMPRESSED, "format": "int-quantized"},
+            "format of compressed-tensors is 'int-quantized'; it must be one of float-quantized",
         ),
         *(
             (
                 with_groups(SCHEMES["int4"].config, INT4 | wrong),
-                "config_groups is .* weights of 4 bits, type int, symmetric, strategy group",
+                "config_groups is .* 4 bits, type int, strategy group or channel",
             )
             for wrong in (
                 {"num_bits": 8},
-                {"symmetric": False},
                 {"actorder": "group"},
                 {"group_size": 0},
                 {"type": "float"},
@@ -91,10 +107,6 @@ def with_groups(scheme: dict[str, Any], *weights: dict[str, Any]) -> dict[str, A
         (
             with_groups(SCHEMES["compressed_channel"].config, CHANNEL | {"num_bits": 4}),
             "config_groups is .* weights of 8 bits",
-        ),
-        (
-            with_groups(SCHEMES["compressed_channel"].config, CHANNEL, CHANNEL | {"strategy": "tensor"}),
-            "config_groups differ",
         ),
     ],
 )

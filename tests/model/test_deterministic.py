@@ -17,8 +17,8 @@ from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import Gate, MoE
 from dcpmla.model.norm_gate import NormGate
 from dcpmla.model.router import Router, split_weight
+from dcpmla.parallel.formats import Quantized
 from dcpmla.parallel.linear import Linear
-from dcpmla.parallel.quantized import GroupFp8
 from tests.model.test_experts import make_case, on
 from tests.parallel.test_deterministic_products import drawn
 from tests.support.rows_apart import assert_rows_apart
@@ -117,17 +117,17 @@ def test_norms_on_a_gpu() -> None:
 
 
 def test_refusals() -> None:
-    """Modules without such a mode, and weights in groups of 32, are named."""
+    """Modules without such a mode, and weights with scales for groups of inputs, are named."""
     gate = NormGate(torch.zeros(4, 8), torch.zeros(8, 4))
     in_groups = Linear(128, 4, dtype=torch.bfloat16)
     codes = torch.zeros(4, 128, dtype=torch.float8_e4m3fn), torch.full((4, 4), 127, dtype=torch.uint8)
-    in_groups.load(GroupFp8(*codes))
+    in_groups.load(Quantized(*codes))
     moe = new_moe("plain", 64, 64, 6, ROUTERS[1], torch.float32, "cpu")
     moe.experts = ExpertWeights(*make_case("fp4", 1, 6, 1, 64, 64)[3])
     cases: list[tuple[Any, str]] = [
         (gate, r"does not support NormGate \(0\)"),
-        (in_groups, r"weights that share a scale in groups of 32 \(0\)"),
-        (moe, r"weights that share a scale in groups of 32 \(0\)"),
+        (in_groups, r"weights with scales for groups of inputs \(0\)"),
+        (moe, r"weights with scales for groups of inputs \(0\)"),
         (nn.Linear(2, 2), r"does not support Linear \(0\)"),
     ]
     for module, message in cases:

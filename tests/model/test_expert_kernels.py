@@ -12,7 +12,9 @@ from dcpmla.cache.formats import FP8
 from tests.attention.test_decode_compile import assert_mbarriers_are_apart, compile_for_hopper
 from tests.support.kernels import on_both, run_kernels
 
-DTYPES = {"bf16": torch.bfloat16, "fp8e4nv": FP8, "u8": torch.uint8, "int4": torch.uint8}
+DTYPES = {"bf16": torch.bfloat16, "fp8e4nv": FP8} | dict.fromkeys(("u8", "int4", "nvfp4", "zeros"), torch.uint8)
+# Types of scales in 4 bits, and their columns.
+GROUPS = {"u8": ("u8", 32), "int4": ("bf16", 32), "nvfp4": ("fp8e4nv", 16), "zeros": ("fp16", 128)}
 
 
 def check_blocks(device: str) -> None:
@@ -48,6 +50,10 @@ def test_blocks(device: str) -> None:
         ("u8", False, True),
         ("int4", False, True),
         ("int4", True, False),
+        ("nvfp4", True, False),
+        ("nvfp4", False, True),
+        ("zeros", True, True),
+        ("zeros", False, False),
     ],
 )
 def test_the_product_compiles(weights: str, few: bool, gated: bool) -> None:
@@ -91,7 +97,9 @@ def compile_product(
         "x_scales_ptr": "*fp32",
         "w_desc": f"tensordesc<{'u8' if is_packed else weights}[1, {parts}, {tile.columns}, {depth}]>",
         "w_scales_ptr": "*fp32",
-        "scales_ptr": "*u8" if weights == "u8" else "*bf16",
+        "scales_ptr": f"*{GROUPS.get(weights, ('bf16',))[0]}",
+        "zeros_ptr": "*u8",
+        "factors_ptr": "*fp32",
         "experts_ptr": "*i32",
         "routes_ptr": "*i32",
         "expert_weights_ptr": "*fp32",
@@ -100,9 +108,10 @@ def compile_product(
     constants: dict[str, Any] = {"ROWS": tile.rows, "BLOCK_ROWS": tile.rows, "DEPTH": tile.depth}
     constants |= constants_of(weights, gated)
     constants["NUM_SUMMED"] = num_summed
-    constants |= {"STAGES": tile.num_stages} | ({} if is_packed else {"GATED": gated})
+    constants |= {"STAGES": tile.num_stages} | ({"GROUP": GROUPS[weights][1]} if is_packed else {"GATED": gated})
     left_out = [(few, "routes_ptr"), (not gated, "expert_weights_ptr"), (weights == "bf16", "w_scales_ptr")]
-    left_out.append((weights == "bf16", "x_scales_ptr"))
+    left_out += [(weights == "bf16", "x_scales_ptr"), (is_packed and weights != "zeros", "zeros_ptr")]
+    left_out.append((is_packed and weights != "nvfp4", "factors_ptr"))
     constants |= {name: None for is_left_out, name in left_out if is_left_out}
     kernel = packed_product_kernel if is_packed else grouped_product_kernel
     options = {"num_warps": tile.num_warps, "enable_fp_fusion": enable_fp_fusion}
@@ -110,7 +119,8 @@ def compile_product(
 
 
 @pytest.mark.parametrize(
-    ("weights", "gated"), [("bf16", True), ("fp8e4nv", True), ("fp8e4nv", False), ("fp4", True), ("int4", False)]
+    ("weights", "gated"),
+    [("bf16", True), ("fp8e4nv", True), ("fp8e4nv", False), ("fp4", True), ("int4", False), ("zeros", True)],
 )
 def test_the_product_of_many_rows_compiles(weights: str, gated: bool) -> None:
     ptx, said = compile_product_of_many_rows(weights, gated, enable_fp_fusion=True)
@@ -129,7 +139,7 @@ def compile_product_of_many_rows(weights: str, gated: bool, enable_fp_fusion: bo
 
     from dcpmla.model.hopper.product import grouped_product_kernel
 
-    is_packed, is_fp8 = weights in ("fp4", "int4"), weights == "fp8e4nv"
+    is_packed, is_fp8 = weights in ("fp4", "int4", "zeros"), weights == "fp8e4nv"
     dtype, width, swizzle = ("i32", 8, 32) if is_packed else (weights, 128 if is_fp8 else 64, 128)
     bits = 8 * swizzle // width
     layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=2)
@@ -137,7 +147,8 @@ def compile_product_of_many_rows(weights: str, gated: bool, enable_fp_fusion: bo
         "x_ptr": "*fp8e4nv" if is_fp8 else "*bf16",
         "x_scales_ptr": "*fp32",
         "w_desc": f"tensordesc<{dtype}[128, {width}],{layout}>",
-        "w_scales_ptr": {"fp4": "*u16", "int4": "*i32"}.get(weights, "*fp32"),
+        "w_scales_ptr": {"fp4": "*u16", "int4": "*i32", "zeros": "*fp16"}.get(weights, "*fp32"),
+        "w_zeros_ptr": "*u8",
         "experts_ptr": "*i32",
         "routes_ptr": "*i32",
         "num_blocks_ptr": "*i32",
@@ -145,7 +156,8 @@ def compile_product_of_many_rows(weights: str, gated: bool, enable_fp_fusion: bo
         "out_ptr": "*fp8e4nv" if is_fp8 and gated else "*bf16",
         "out_scales_ptr": "*fp32",
     }
-    constants: dict[str, Any] = {"GATED": gated, "DTYPE": gl.bfloat16}
+    constants: dict[str, Any] = {"GATED": gated, "DTYPE": gl.bfloat16, "SCALE_STEPS": 2 if weights == "zeros" else 1}
+    constants |= {} if weights == "zeros" else {"w_zeros_ptr": None}
     constants |= constants_of(weights, gated)
     constants |= {"x_scales_stride_row": 1} if is_fp8 else {"x_scales_ptr": None}
     left_out = [

@@ -1,8 +1,9 @@
 """Experts: the torch code against transformers' modules and float64, the Triton kernels against both.
 
-Kernels run on a GPU, in Triton's interpreter without one (but 4 bits, whose conversion is assembler).
+Kernels run on a GPU, in Triton's interpreter without one.
 """
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -18,21 +19,15 @@ from dcpmla.comm.terms import add_terms, whole
 from dcpmla.model.calls import RoutedRows
 from dcpmla.model.experts import ExpertWeights, compute_experts
 from dcpmla.model.glu import SWIGLU, Glu
+from dcpmla.parallel.formats import AnyWeight, Quantized, dequantize
 from dcpmla.parallel.fp8 import quantize_rows
-from dcpmla.parallel.quantized import (
-    AnyWeight,
-    BlockFp8,
-    GroupFp4,
-    GroupInt4,
-    NormedRows,
-    QuantizedRows,
-    dequantize,
-    unpack,
-)
+from dcpmla.parallel.quantized import NormedRows, QuantizedRows, fields
 from tests.support.glu import GLUS, glu_of
 from tests.support.kernels import nan_in_new_memory, run_kernels
+from tests.support.packed import KINDS as PACKED
+from tests.support.packed import make_packed
 
-FORMATS = ("plain", "fp8", "fp4", "int4")
+FORMATS = ("plain", "fp8", *PACKED)
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}  # relative, of norms
 
 
@@ -44,12 +39,8 @@ def make_weight(kind: str, shape: tuple[int, int, int], dtype: torch.dtype, gene
     if kind == "fp8":
         codes = (torch.randn(shape, generator=generator) * 100).clamp(-448, 448).to(FP8)
         scales = torch.rand(num_experts, num_rows // 128, num_cols // 128, generator=generator) + 0.5
-        return BlockFp8(codes, scales * num_cols**-0.5 / 100)
-    codes = torch.randint(256, (num_experts, num_rows, num_cols // 2), dtype=torch.uint8, generator=generator)
-    shape = num_experts, num_rows, num_cols // 32
-    if kind == "int4":
-        return GroupInt4(codes, (torch.rand(shape, generator=generator) * num_cols**-0.5 / 3).bfloat16())
-    return GroupFp4(codes, torch.randint(118, 123, shape, dtype=torch.uint8, generator=generator))
+        return Quantized(codes, scales * num_cols**-0.5 / 100)
+    return make_packed(kind, (num_experts, num_rows), num_cols, generator)
 
 
 def make_case(
@@ -109,7 +100,7 @@ def assert_near(got: Tensor, wanted: Tensor, tolerance: float) -> None:
 
 def on(device: str, case: tuple[Tensor, Tensor, Tensor, ExpertWeights]) -> Any:
     *tensors, weights = case
-    moved = (w.to(device) if isinstance(w, Tensor) else type(w)(*(part.to(device) for part in w)) for w in weights)
+    moved = (w.to(device) if isinstance(w, Tensor) else w.map(lambda part: part.to(device)) for w in weights)
     return *(tensor.to(device) for tensor in tensors), ExpertWeights(*moved)
 
 
@@ -160,8 +151,8 @@ def compute_by_kernels(
 
     from dcpmla.model.kernels import experts as kernels
 
-    codes = *unpack(gate_up), *unpack(down)
-    num_experts = len(codes[2])
+    codes = *fields(gate_up), *fields(down)
+    num_experts = len(codes[4])
     is_few = len(x) <= 2 or (len(x) <= 4 and ids.numel() * 6 <= num_experts)
     call = RoutedRows(x, quantized, ids, weights, *codes, glu, num_experts, is_few, is_deterministic)
     out = kernels.compute_experts(call)
@@ -187,7 +178,7 @@ def check_kernels(device: str, dtype: torch.dtype, kinds: tuple[str, ...], sizes
                 assert torch.equal(out, compute_by_kernels(*moved[:3], *moved[3], glu))
                 # The last bits of h move its codes, by a sixteenth: of one row of few by a hundredth.
                 tolerance = max(1e-2 if kind == "fp8" else 0, TOLERANCE[dtype])
-                value_dtype = torch.bfloat16 if kind == "int4" else torch.float32
+                value_dtype = torch.bfloat16 if kind.startswith("int4") else torch.float32
                 wanted = brute_force(*case, glu, kind == "fp8", value_dtype)
                 assert_near(out, wanted, tolerance)
                 if kind in ("plain", "fp8"):
@@ -204,6 +195,21 @@ def check_kernels(device: str, dtype: torch.dtype, kinds: tuple[str, ...], sizes
 
 def test_kernels_in_the_interpreter() -> None:
     run_kernels("cpu", partial(check_kernels, dtype=torch.float32, kinds=("plain",), sizes=(1, 21, 72, 40)))
+
+
+def check_packed_kernels(device: str, kinds: tuple[str, ...]) -> None:
+    """Check few tokens and many: tiles wider and narrower than groups."""
+    for kind, num_tokens in itertools.product(kinds, (1, 21)):
+        case = make_case(kind, num_tokens, 5, 3, 384, 128, torch.float32, seed=num_tokens)
+        out = compute_by_kernels(*case[:3], *case[3], SWIGLU)
+        value_dtype = torch.bfloat16 if kind.startswith("int4") else torch.float32
+        wanted = brute_force(*case, SWIGLU, False, value_dtype)
+        # Kernels round scales in float16 to bfloat16 first.
+        assert_near(out, wanted, 4e-3 if "zeros" in kind else TOLERANCE[torch.float32])
+
+
+def test_packed_kernels_in_the_interpreter() -> None:
+    run_kernels("cpu", partial(check_packed_kernels, kinds=("fp4", "nvfp4", "int4", "int4_128_zeros")))
 
 
 def check_given_codes(device: str) -> None:
@@ -274,14 +280,12 @@ def test_mistakes() -> None:
         expert_weights[:, :1],
         weights,
     )
-    refuses(
-        "gate_up is BlockFp8, down Tensor", fp8[0], ids, expert_weights, ExpertWeights(fp8[3].gate_up, weights.down)
-    )
+    refuses("gate_up is fp8, down plain", fp8[0], ids, expert_weights, ExpertWeights(fp8[3].gate_up, weights.down))
     wrong = ExpertWeights(weights.gate_up[:, :-2], weights.down)
     refuses(r"gate_up is \(4, 62, 64\); expected \(4, 64, 64\)", x, ids, expert_weights, wrong)
     refuses("down is torch.float32", x.bfloat16(), ids, expert_weights, weights)
     gate_up = fp8[3].gate_up._replace(scales=fp8[3].gate_up.scales[:, :1])
     refuses(r"gate_up has codes .* and scales torch.float32 \(4, 1, 2\)", *fp8[:3], ExpertWeights(gate_up, fp8[3].down))
-    narrow = ExpertWeights(*(BlockFp8(w[..., :-8], s) for w, s in fp8[3]))
+    narrow = ExpertWeights(*(w._replace(codes=w.codes[..., :-8]) for w in fp8[3]))
     refuses("down has 256 x 120 values an expert; scales need multiples of 128", *fp8[:3], narrow)
     refuses("on meta", x, ids.to("meta"), expert_weights, weights)

@@ -15,8 +15,8 @@ from dcpmla.comm.reduce import CollectiveReduce
 from dcpmla.model.memory import NgramMemory, add_recalled, look_up
 from dcpmla.model.mixing import Mixing, Streams
 from dcpmla.model.streams import finish
+from dcpmla.parallel.formats import Quantized, cut
 from dcpmla.parallel.linear import Linear
-from dcpmla.parallel.quantized import GroupFp8, cut
 from tests.attention.test_decode_compile import compile_for_hopper
 from tests.support.kernels import on_both, run_kernels
 from tests.support.ranks import run_ranks
@@ -31,12 +31,12 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def make_table() -> GroupFp8:
+def make_table() -> Quantized:
     scales = torch.randint(120, 126, (sum(BUCKETS), WIDTH // 32), generator=torch.Generator().manual_seed(3))
-    return GroupFp8((20 * draw(sum(BUCKETS), WIDTH)).to(FP8), scales.to(torch.uint8))
+    return Quantized((20 * draw(sum(BUCKETS), WIDTH)).to(FP8), scales.to(torch.uint8))
 
 
-def values_of(table: GroupFp8) -> Tensor:
+def values_of(table: Quantized) -> Tensor:
     """Return the values, float64."""
     return table.codes.double() * (2.0 ** (table.scales.double() - 127)).repeat_interleave(32, 1)
 
@@ -79,9 +79,9 @@ def check_lookups(function: Any, device: str) -> None:
     """Look up rows of codes, exactly, and of numbers."""
     table, hashes = make_table(), draw_hashes(5).int()
     expected = values_of(table)[hashes].flatten(1)
-    on_device = GroupFp8(*(part.to(device) for part in table))
+    on_device = table.map(lambda part: part.to(device))
     for dtype in (torch.float32, torch.bfloat16):
-        got = function(*on_device, hashes.to(device), dtype)
+        got = function(*on_device[:2], hashes.to(device), dtype)
         assert got.dtype == dtype
         assert torch.equal(got.double().cpu(), expected)
     plain = draw(sum(BUCKETS), 24).to(device)
@@ -106,7 +106,7 @@ def check_ranks() -> None:
     queries, keys = draw(2, STREAMS, HIDDEN, seed=6)
     linear = Linear((columns.stop - columns.start) * WIDTH, len(weight), dtype=torch.float32)
     linear.load(weight[:, columns.start * WIDTH : columns.stop * WIDTH])
-    part = GroupFp8(*(tensor[rows] for tensor in table))
+    part = table.map(lambda tensor: tensor[rows])
     memory = NgramMemory(1, part, linear, queries * keys, EPS, CollectiveReduce(group))
     values, out = draw(7, STREAMS, HIDDEN, seed=7), draw(7, HIDDEN, seed=8)
     mixing = Mixing(draw(7, STREAMS, seed=9), draw(7, STREAMS, STREAMS, seed=10).softmax(1))

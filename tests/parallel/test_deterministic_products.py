@@ -20,9 +20,10 @@ from dcpmla.attention.projection_calls import QueryAbsorption, ValueProjection
 from dcpmla.attention.projections import absorb_query, project_values
 from dcpmla.parallel.by_rows import by_rows
 from dcpmla.parallel.fixed import fixed_linear, multiply_rows
+from dcpmla.parallel.formats import Quantized
 from dcpmla.parallel.fp8 import fp8_linear, quantize_rows
 from dcpmla.parallel.linear import Linear, RowParallelLinear, shard
-from dcpmla.parallel.quantized import BlockFp8, Fp8Product
+from dcpmla.parallel.quantized import Fp8Product
 from tests.parallel.test_fp8_linear import blocks, exact, quantized
 from tests.support.kernels import run_kernels
 from tests.support.ranks import run_ranks
@@ -82,7 +83,7 @@ def layers(device: str, dtype: torch.dtype) -> list[tuple[Linear, Callable[[Tens
     pairs = []
     for weight, has_bias in ((drawn(200, 256), True), (blocks(200, 256), False)):
         linear = Linear(256, 200, has_bias, device, dtype)
-        linear.load(BlockFp8(*(part.to(device) for part in weight)) if isinstance(weight, BlockFp8) else weight)
+        linear.load(weight.map(lambda part: part.to(device)) if isinstance(weight, Quantized) else weight.to(device))
         if linear.bias is not None:
             linear.bias.data.copy_(torch.arange(200.0))
         linear.is_deterministic = True
@@ -119,9 +120,9 @@ def assert_rows_near(out: Tensor, expected: Tensor) -> None:
 def check_heads(device: str, dtype: torch.dtype) -> None:
     """Check W_UK and W_UV, as values and in fp8, whatever the number of heads that a rank holds."""
     in_fp8 = blocks(384, 256)
-    in_fp8 = BlockFp8(in_fp8.codes.view(3, 128, 256), in_fp8.scales.view(3, 1, 2))
+    in_fp8 = Quantized(in_fp8.codes.view(3, 128, 256), in_fp8.scales.view(3, 1, 2))
     for weight in (drawn(3, 128, 256, dtype=dtype, device=device), in_fp8):
-        codes, scales = (weight, None) if isinstance(weight, Tensor) else (part.to(device) for part in weight)
+        codes, scales = (weight, None) if isinstance(weight, Tensor) else (part.to(device) for part in weight[:2])
         q, out = drawn(150, 3, 192, dtype=dtype, device=device), drawn(150, 3, 256, dtype=dtype, device=device)
         angles = drawn(150, 64, device=device)
         rest = True, None, scales, True
@@ -138,7 +139,7 @@ def check_heads(device: str, dtype: torch.dtype) -> None:
         own = absorb_query(QueryAbsorption(q[:, one], codes[one], angles, True, None, scales_of_one, True))
         assert torch.equal(own, absorbed[:, one])
         # What `OutputRows` appends to other rows, plain and quantized.
-        w_uv = codes if scales is None else BlockFp8(codes, scales)
+        w_uv = codes if scales is None else Quantized(codes, scales)
         for quant in (None, *([OutputQuant("fp8_groups")] if dtype == torch.bfloat16 else [])):
             rows = OutputRows(151, w_uv, dtype, quant, is_deterministic=True)
             rows.project(out[:1])
@@ -188,7 +189,7 @@ def check_kernel(device: str, dtype: torch.dtype, num_tokens: int, num_rows: int
         weight, x = blocks(num_rows, width, device=device), drawn(num_tokens, width, device=device)
         out = torch.empty(num_tokens, num_rows, dtype=torch.bfloat16, device=device)
         rows = quantized(x)
-        fixed.multiply(*rows, *weight, out)
+        fixed.multiply(*rows, *weight[:2], out)
         expected = exact(rows, weight)
     else:
         weight = drawn(num_rows, width, dtype=dtype, device=device, seed=1)
@@ -286,7 +287,7 @@ def test_all_tiles_give_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.Mo
         def multiply() -> Tensor:
             out = torch.empty(num_tokens, num_rows, device="cuda")  # noqa: B023
             if dtype == FP8:
-                fixed.multiply(*quantize_rows(x.bfloat16()), *weight, out)  # noqa: B023
+                fixed.multiply(*quantize_rows(x.bfloat16()), *weight[:2], out)  # noqa: B023
             else:
                 fixed.multiply(x.to(dtype), None, plain, None, out)  # noqa: B023
             return out

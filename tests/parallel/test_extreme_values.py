@@ -10,7 +10,8 @@ from torch import Tensor
 
 from dcpmla.attention.output import ops as output_ops
 from dcpmla.attention.output.formats import OutputQuant, TargetRows
-from dcpmla.parallel.quantized import BlockFp8, GroupFp8, dequantize, quantize_groups
+from dcpmla.parallel.formats import Quantized, dequantize
+from dcpmla.parallel.quantized import quantize_groups
 from tests.attention.test_output_formats import codes
 from tests.support.kernels import on_both, run_kernels
 
@@ -80,13 +81,17 @@ def check_weights(device: str) -> None:
     numbers = every[~every.float().isnan()]
     row = torch.cat([numbers, numbers[:2]])  # 256
     exponents = torch.arange(255, dtype=torch.uint8)
-    groups = GroupFp8(row.view(torch.uint8).repeat(len(exponents), 1).view(FP8), exponents[:, None].repeat(1, 8))
+    groups = Quantized(row.view(torch.uint8).repeat(len(exponents), 1).view(FP8), exponents[:, None].repeat(1, 8))
     scales = torch.tensor([1e-45, 1e-40, 2.0**-126, 1e-30, 1.0, 1e30, 3e38, 0.0])
-    block = BlockFp8(row.view(torch.uint8).repeat(8 * 128, 1).view(FP8), scales[:, None].repeat(1, 2))
+    block = Quantized(row.view(torch.uint8).repeat(8 * 128, 1).view(FP8), scales[:, None].repeat(1, 2))
     for dtype, (weight, run) in itertools.product(
-        DTYPES, ((groups, group_linear.dequantize_groups), (block, kernels.dequantize))
+        DTYPES,
+        (
+            (groups, group_linear.dequantize_groups),
+            (block, lambda weight, dtype: kernels.dequantize(*weight[:2], dtype)),
+        ),
     ):
-        got = run(*(part.to(device) for part in weight), dtype).cpu()
+        got = run(weight.map(lambda part: part.to(device)), dtype).cpu()
         expected = dequantize(weight, dtype)
         assert got.dtype == dtype
         assert torch.equal(got.isnan(), expected.isnan()), dtype

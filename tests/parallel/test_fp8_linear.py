@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dcpmla.attention.output import formats
+from dcpmla.parallel.formats import Quantized, dequantize
 from dcpmla.parallel.fp8 import dequantize_blocks, fp8_linear
 from dcpmla.parallel.linear import Linear, RowParallelLinear, shard
-from dcpmla.parallel.quantized import BlockFp8, Fp8Product, GroupFp4, QuantizedRows, dequantize
+from dcpmla.parallel.quantized import Fp8Product, QuantizedRows
 from tests.support.hopper import compile_source
 from tests.support.kernels import on_both, run_kernels
 from tests.support.ranks import run_ranks
@@ -25,12 +26,12 @@ FP8 = torch.float8_e4m3fn
 TOLERANCE = 2**-8
 
 
-def blocks(num_rows: int, width: int, seed: int = 0, device: str = "cpu") -> BlockFp8:
+def blocks(num_rows: int, width: int, seed: int = 0, device: str = "cpu") -> Quantized:
     """Make a random weight whose blocks' scales differ by up to 8."""
     generator = torch.Generator().manual_seed(seed)
     codes = (100 * torch.randn(num_rows, width, generator=generator)).clamp(-448, 448).to(FP8)
     exponents = 3 * torch.rand(-(-num_rows // 128), -(-width // 128), generator=generator)
-    return BlockFp8(codes.to(device), (2.0**exponents / 100).to(device))
+    return Quantized(codes.to(device), (2.0**exponents / 100).to(device))
 
 
 def rows(num_tokens: int, width: int, dtype: torch.dtype, device: str = "cpu") -> Tensor:
@@ -50,7 +51,7 @@ def quantized(x: Tensor, layout: str = "row") -> QuantizedRows:
     return QuantizedRows(values.to(x.device), on_device.copy_(scales))
 
 
-def exact(x: QuantizedRows, weight: BlockFp8, num_groups: int = 1) -> Tensor:
+def exact(x: QuantizedRows, weight: Quantized, num_groups: int = 1) -> Tensor:
     """Multiply in float64."""
     values = (x.values.double().unflatten(1, (-1, 128)) * x.scales.double()[..., None]).flatten(1)
     parts = dequantize(weight, torch.float64).unflatten(0, (num_groups, -1))
@@ -71,12 +72,12 @@ def check_kernel(device: str, dtype: torch.dtype, num_tokens: int, num_rows: int
     assert torch.equal(got[1], wanted.scales)
     assert got[1].stride() == wanted.scales.stride()
     arrivals = torch.zeros(-(-num_rows // 64) * 2, dtype=torch.int32, device=device)
-    out = linear.multiply(*got, *weight, arrivals, dtype)
+    out = linear.multiply(*got, *weight[:2], arrivals, dtype)
     assert (out.dtype, out.shape) == (dtype, (num_tokens, num_rows))
     assert_near(out, exact(wanted, weight, groups))
-    assert torch.equal(linear.multiply(*quantized(x), *weight, arrivals, dtype), out)
+    assert torch.equal(linear.multiply(*quantized(x), *weight[:2], arrivals, dtype), out)
     static = QuantizedRows(got.values, torch.tensor([0.3], device=device).expand(got.scales.shape))
-    assert_near(linear.multiply(*static, *weight, arrivals, dtype), exact(static, weight, groups))
+    assert_near(linear.multiply(*static, *weight[:2], arrivals, dtype), exact(static, weight, groups))
     assert not arrivals.any()
 
 
@@ -94,11 +95,11 @@ def check_kernels(device: str) -> None:
     check_kernel("cpu", torch.float32, 17, 256, 128, groups=2)
     check_kernel("cpu", torch.bfloat16, 131, 72, 256)
     check_kernel("cpu", torch.bfloat16, 0, 72, 256)
-    weight = BlockFp8(*(torch.stack(parts) for parts in zip(blocks(72, 200, 1), blocks(72, 200, 2), strict=True)))
+    weight = Quantized(*map(torch.stack, zip(blocks(72, 200, 1)[:2], blocks(72, 200, 2)[:2], strict=True)))
     wanted = dequantize(weight, torch.bfloat16)
-    assert torch.equal(kernels.dequantize(*weight, torch.bfloat16), wanted)
-    weight = BlockFp8(weight.codes[:, :, :128], weight.scales[:, :, :1])  # as heads' parts lie
-    assert torch.equal(kernels.dequantize(*weight, torch.bfloat16), wanted[..., :128])
+    assert torch.equal(kernels.dequantize(*weight[:2], torch.bfloat16), wanted)
+    weight = Quantized(weight.codes[:, :, :128], weight.scales[:, :, :1])  # as heads' parts lie
+    assert torch.equal(kernels.dequantize(*weight[:2], torch.bfloat16), wanted[..., :128])
 
 
 @on_both
@@ -116,7 +117,7 @@ def test_the_operator_on_a_gpu() -> None:
     for num_rows, width in ((2112, 7168), (576, 384)):
         for num_tokens in (5, SCALED_MM_TOKENS + 4, SCALED_MM_TOKENS + 5, 1000):
             weight, x = blocks(num_rows, width, device="cuda"), rows(num_tokens, width, torch.bfloat16, "cuda")
-            arguments, wanted = (*weight, arrivals, torch.bfloat16), exact(quantized(x), weight)
+            arguments, wanted = (*weight[:2], arrivals, torch.bfloat16), exact(quantized(x), weight)
             assert_near(fp8_linear(Fp8Product(x, None, *arguments)), wanted)
             for layout in ("row", "tma"):
                 assert_near(fp8_linear(Fp8Product(*quantized(x, layout), *arguments)), wanted)
@@ -126,31 +127,36 @@ def test_the_operator_on_a_gpu() -> None:
             assert_near(fp8_linear(Fp8Product(*static, *arguments)), exact(static, weight))
     graph, x = torch.cuda.CUDAGraph(), rows(8, 7168, torch.bfloat16, "cuda")
     weight = blocks(2112, 7168, device="cuda")
-    wanted = fp8_linear(Fp8Product(x, None, *weight, arrivals, torch.bfloat16))
+    wanted = fp8_linear(Fp8Product(x, None, *weight[:2], arrivals, torch.bfloat16))
     with torch.cuda.graph(graph):
-        captured = fp8_linear(Fp8Product(x, None, *weight, arrivals, torch.bfloat16))
+        captured = fp8_linear(Fp8Product(x, None, *weight[:2], arrivals, torch.bfloat16))
     for _ in range(3):
         captured.fill_(torch.nan)
         graph.replay()
         assert torch.equal(captured, wanted)
-    assert torch.equal(dequantize_blocks(*weight, torch.bfloat16), dequantize(weight, torch.bfloat16))
+    assert torch.equal(dequantize_blocks(*weight[:2], torch.bfloat16), dequantize(weight, torch.bfloat16))
 
 
-def compile_product(kernel: Any, tiles: dict[str, str], num_tokens: int, **pointers: str) -> str:
+def compile_product(
+    kernel: Any, tiles: dict[str, str], num_tokens: int, others: dict[str, Any] | None = None, **pointers: str
+) -> str:
     """Compile a product by a weight of DeepSeek-V3's size; return its PTX.
 
     Args:
         tiles: Types of the rows that a descriptor loads.
+        others: More constants.
     """
     from triton.compiler import ASTSource
 
     from dcpmla.parallel.kernels.linear import choose_tiling
 
     tiling = choose_tiling(num_tokens, 2112, 7168)
-    constants, names = {"SPLITS": tiling.splits, "STAGES": 4}, kernel.arg_names
+    constants, names = {"SPLITS": tiling.splits, "STAGES": 4, **(others or {})}, kernel.arg_names
     types = {"out_ptr": "*bf16", "arrivals_ptr": "*i32", "partials_ptr": "*fp32"} | pointers
     sizes = {"x_desc": tiling.tokens, "weight_desc": 64}
-    types |= {name: f"tensordesc<{dtype}[{sizes[name]}, 128]>" for name, dtype in tiles.items()}
+    types |= {
+        name: f"tensordesc<{dtype}[{sizes[name]}, {64 if dtype == 'u8' else 128}]>" for name, dtype in tiles.items()
+    }
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     aligned = [(at,) for at, name in enumerate(names) if name.endswith(("_ptr", "columns"))]
     attributes = {at: [["tt.divisibility", 16]] for at in aligned}
@@ -175,18 +181,20 @@ def test_the_operator() -> None:
     weight, x = blocks(200, 256), rows(3, 256, torch.float32)
     arrivals = torch.zeros(4, dtype=torch.int32)
     values = dequantize(weight, torch.float32)
-    assert torch.equal(fp8_linear(Fp8Product(x, None, *weight, arrivals, x.dtype)), F.linear(x, values))
-    assert_near(fp8_linear(Fp8Product(*quantized(x), *weight, arrivals, x.dtype)), exact(quantized(x), weight))
+    assert torch.equal(fp8_linear(Fp8Product(x, None, *weight[:2], arrivals, x.dtype)), F.linear(x, values))
+    assert_near(fp8_linear(Fp8Product(*quantized(x), *weight[:2], arrivals, x.dtype)), exact(quantized(x), weight))
     two = rows(3, 512, torch.float64)
     wanted = torch.cat(
         [F.linear(part, values[at : at + 100].double()) for part, at in zip(two.split(256, 1), (0, 100), strict=True)],
         1,
     )
-    torch.testing.assert_close(fp8_linear(Fp8Product(two, None, *weight, arrivals, two.dtype)), wanted)
+    torch.testing.assert_close(fp8_linear(Fp8Product(two, None, *weight[:2], arrivals, two.dtype)), wanted)
     checks = ("test_autograd_registration", "test_faketensor")  # a comparison of e4m3 is not implemented
-    torch.library.opcheck(fp8_linear.op, (x, None, *weight, arrivals, x.dtype, False), test_utils=checks)
-    torch.library.opcheck(fp8_linear.op, (*quantized(x), *weight, arrivals, torch.bfloat16, False), test_utils=checks)
-    torch.library.opcheck(dequantize_blocks.op, (*weight, torch.bfloat16), test_utils=checks)
+    torch.library.opcheck(fp8_linear.op, (x, None, *weight[:2], arrivals, x.dtype, False), test_utils=checks)
+    torch.library.opcheck(
+        fp8_linear.op, (*quantized(x), *weight[:2], arrivals, torch.bfloat16, False), test_utils=checks
+    )
+    torch.library.opcheck(dequantize_blocks.op, (*weight[:2], torch.bfloat16), test_utils=checks)
 
 
 def test_weights_stay_as_they_are_stored() -> None:
@@ -197,14 +205,6 @@ def test_weights_stay_as_they_are_stored() -> None:
         (parts, True),
         (parts[::-1], False),
         ((parts[0], dequantize(parts[1], torch.float32)), False),
-        (
-            (
-                GroupFp4(
-                    torch.randint(256, (200, 128), dtype=torch.uint8), torch.full((200, 8), 127, dtype=torch.uint8)
-                ),
-            ),
-            False,
-        ),
     ):
         linear = Linear(256, 200, dtype=torch.bfloat16)
         linear.load(*loaded)
@@ -231,7 +231,7 @@ def check_ranks() -> None:
     part = slice(None), shard(512, group)
     for weight in (whole, dequantize(whole, torch.float32)):
         linear = RowParallelLinear(512, 72, True, group, dtype=torch.float32)
-        columns = BlockFp8(weight.codes[part], weight.scales[:, shard(4, group)]) if weight is whole else weight[part]
+        columns = Quantized(weight.codes[part], weight.scales[:, shard(4, group)]) if weight is whole else weight[part]
         linear.load(columns)
         assert (linear.weight_scale is not None) == (weight is whole)
         assert linear.bias is not None

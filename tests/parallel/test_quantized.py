@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from dcpmla.parallel.quantized import GroupFp4, dequantize
+from dcpmla.parallel.formats import Quantized, dequantize
 from dcpmla.parallel.reformat import to_block_fp8
 
 
-def random_fp4(num_rows: int, num_cols: int, lowest: int, highest: int, *batch: int) -> GroupFp4:
+def random_fp4(num_rows: int, num_cols: int, lowest: int, highest: int, *batch: int) -> Quantized:
     """Every code, zeros of both signs included, and exponents of a range."""
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(256, (*batch, num_rows, num_cols // 2), generator=generator)
     scales = torch.randint(lowest, highest + 1, (*batch, num_rows, num_cols // 32), generator=generator)
-    return GroupFp4(codes.to(torch.uint8), scales.to(torch.uint8))
+    return Quantized(codes.to(torch.uint8), scales.to(torch.uint8))
 
 
 def test_values_of_e2m1() -> None:
@@ -41,12 +41,12 @@ def test_reencoding_is_exact(shape: tuple[int, ...], lowest: int, highest: int) 
     assert block.scales.shape == (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
 
 
-def one_group(rows: slice, exponent: int, code: int) -> GroupFp4:
+def one_group(rows: slice, exponent: int, code: int) -> Quantized:
     """Return a block whose first group of some rows has another exponent and one code."""
     weight = random_fp4(128, 128, 127, 127)
     codes, scales = weight.codes.clone(), weight.scales.clone()
     codes[rows, :16], scales[rows, 0] = code, exponent
-    return GroupFp4(codes, scales)
+    return Quantized(codes, scales)
 
 
 @pytest.mark.parametrize(

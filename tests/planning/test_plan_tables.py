@@ -23,6 +23,7 @@ from dcpmla.cache.states import num_states
 from dcpmla.comm import nccl
 from dcpmla.integrations.model_size import read_model
 from dcpmla.parallel import collectives
+from dcpmla.parallel.formats import FORMATS
 from dcpmla.planning.capacity import capacity_table
 from dcpmla.planning.deployment import Deployment, attention_us
 from dcpmla.planning.exchange import ExchangeCosts
@@ -184,7 +185,7 @@ def test_cuts_through_fp8_blocks_are_weighed_as_bfloat16(v3: ModelSize) -> None:
 def test_an_uneven_cut_counts_the_fullest_rank() -> None:
     assert Parameter("lm_head.weight", (10, 6), 1, "column", 2).shard_bytes(4) == 10 * 6 * 2  # rows that do not divide
     assert Parameter("down_proj.weight", (10, 6), 1, "row", 2).shard_bytes(4) == 10 * 2 * 2
-    blocks = Parameter("mlp.down_proj.weight", (256, 11 * 128), 1, "row", 2, "fp8", in_blocks=True)
+    blocks = Parameter("mlp.down_proj.weight", (256, 11 * 128), 1, "row", 2, FORMATS["fp8"], in_blocks=True)
     assert blocks.shard_shape(4) == (256, 3 * 128)
     assert blocks.shard_bytes(4) == 256 * 3 * 128 + 2 * 3 * 4
 

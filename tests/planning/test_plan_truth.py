@@ -18,8 +18,8 @@ from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.transformers import load_model
+from dcpmla.parallel.formats import BLOCK
 from dcpmla.parallel.mesh import init_mesh
-from dcpmla.parallel.quantized import BLOCK
 from dcpmla.planning.deployment import expected_experts
 from dcpmla.planning.machine import H200X8
 from tests.support.deepseek_v41_files import save_v41
@@ -97,6 +97,7 @@ def quantized_models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Save models with quantized weights, the last two of DeepSeek-V4; return their directories."""
     schemes = [("deepseek_v32", "block"), ("longcat_flash", "tensor"), ("deepseek_v3", "compressed_channel")]
     schemes += [("deepseek_v3", "int4"), ("deepseek_v3", "mxfp4"), ("glm4_moe_lite", "int4_all")]
+    schemes += [("deepseek_v3", "awq"), ("deepseek_v3", "mixed"), ("deepseek_v32", "nvfp4"), ("deepseek_v2", "gptq")]
     schemes += [("axk2", "block")] if "axk2" in FAMILIES else []
     schemes += [("deepseek_v4", "published_32"), ("deepseek_v4", "published")]
     folder = tmp_path_factory.mktemp("quantized")

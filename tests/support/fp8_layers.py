@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dcpmla import MLAAttention, MLAConfig, Placement, init_mesh
 from dcpmla.comm.select import select_exchange
-from dcpmla.parallel.quantized import BlockFp8, dequantize
+from dcpmla.parallel.formats import Quantized, dequantize
 from tests.parallel.test_fp8_linear import blocks
 from tests.support.dense_layer import shapes as shapes_of
 from tests.support.layouts import dcp_config
@@ -31,19 +31,19 @@ TOLERANCE = 4e-2
 class Stored:
     """A matrix of a checkpoint in block fp8."""
 
-    def __init__(self, weight: BlockFp8) -> None:
+    def __init__(self, weight: Quantized) -> None:
         self.weight, self.shape = weight, weight.codes.shape
 
     def __getitem__(self, index: Any) -> Tensor:
         return dequantize(self.weight, torch.float32)[index]
 
-    def stored(self, rows: slice, cols: slice) -> BlockFp8 | Tensor:
+    def stored(self, rows: slice, cols: slice) -> Quantized | Tensor:
         bounds = [part.indices(size) for part, size in zip((rows, cols), self.shape, strict=True)]
         ends = zip(bounds, self.shape, strict=True)
         if any(start % 128 or (stop % 128 and stop < size) for (start, stop, _), size in ends):
             return self[rows, cols]
         cuts = tuple(slice(start // 128, -(-stop // 128)) for start, stop, _ in bounds)
-        return BlockFp8(self.weight.codes[rows, cols], self.weight.scales[cuts])
+        return Quantized(self.weight.codes[rows, cols], self.weight.scales[cuts])
 
 
 def stored(weights: Mapping[str, Tensor], wide: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def stored(weights: Mapping[str, Tensor], wide: tuple[str, ...] = ()) -> dict[st
     for seed, (name, weight) in enumerate(weights.items()):
         if weight.ndim == 2 and not name.endswith(wide):
             made = blocks(*weight.shape, seed)
-            found[name] = Stored(BlockFp8(made.codes, made.scales / 2 / weight.shape[1] ** 0.5))
+            found[name] = Stored(Quantized(made.codes, made.scales / 2 / weight.shape[1] ** 0.5))
     return found
 
 

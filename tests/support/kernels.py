@@ -24,9 +24,11 @@ def run_kernels(device: str, *checks: Callable[[str], None]) -> None:
 
 def _run_checks(device: str, *checks: Callable[[str], None]) -> None:
     if device == "cpu":
+        from tests.support.assembler import interpret_assembler
         from tests.support.interpreter import convert_as_torch
 
         convert_as_torch()
+        interpret_assembler()
     for check in checks:
         check(device)
 

@@ -16,16 +16,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.support.models import save_tiny, tiny_config
+from tests.support.packers import PACKERS, quantize_fp4
 
 ALL = 1 << 30  # rows or columns of a block that is the whole matrix
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 # Linear layers and experts. Published checkpoints leave routers, the indexer's weights_proj and V4's compressors wide.
 _QUANTIZED = re.compile(
     r"(self_attn|mlps?|experts)\.(.+\.)?(\w+_proj|kv_a_proj_with_mqa|wq_b|wk)\.weight$"
     r"|\.attn\.(indexer\.)?w\w+\.weight$|\.ffn\..*\.w[123]\.weight$"
     r"|^layers\.\d+\.(attention|\w*experts|feed_forward)\.(\w+\.)*w\w+\.weight$"  # Mistral's
 )
-_PACKED = ("int4", "mxfp4")  # beginnings of schemes whose codes have names of their own
+_ROUTED_ALONE = ("int4", "mxfp4", "w4afp8", "mixed")  # schemes that have no other matrices in 4 bits
 _ROUTED_EXPERT = re.compile(r"\.experts\.\d+\.(w[123]|\w+_proj)\.weight$")
 _OF_WINDOWS = {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 256, "qk_nope_head_dim": 192}
 # By family, sizes of the models of `save_wide`.
@@ -82,12 +82,25 @@ def _compressed_tensors(file_format: str = "float-quantized", ignore: tuple[str,
     }
 
 
-def _int4(group_size: int, *ignore: str) -> dict[str, Any]:
-    return _compressed_tensors(
-        "pack-quantized", ignore, num_bits=4, type="int", strategy="group", group_size=group_size, actorder=None
-    )
+def _int4(group_size: int | None, *ignore: str, **fields: Any) -> dict[str, Any]:
+    fields = {"strategy": "group", "group_size": group_size, "actorder": None} | fields
+    return _compressed_tensors("pack-quantized", ignore, num_bits=4, type="int", **fields)
 
 
+_ROUTED_TARGET = r"re:.*mlp\.experts\..*"
+
+
+def _mixed() -> dict[str, Any]:
+    """Return a config with a format for each group, experts in integers, and all others in block fp8."""
+    config = _compressed_tensors("mixed-precision", strategy="block", block_structure=[128, 128])
+    experts = _int4(128)["config_groups"]["group_0"] | {"targets": [_ROUTED_TARGET], "format": "pack-quantized"}
+    others = config["config_groups"]["group_0"] | {"format": "float-quantized"}
+    return config | {"config_groups": {"group_0": others, "group_1": experts}}
+
+
+W4AFP8 = {"quant_method": "w4afp8"}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 _NOT_ROUTED = "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"
 _BLOCK = [128, 128]
 _EXPONENTS = torch.float8_e8m0fnu
@@ -122,6 +135,24 @@ SCHEMES = {
         _compressed_tensors("mxfp4-pack-quantized", _NOT_ROUTED, num_bits=4, strategy="group", group_size=32),
         torch.uint8,
     ),
+    "mixed": Scheme((1, 128), "_scale", _mixed(), torch.bfloat16),
+    "w4afp8": Scheme((1, 128), "_scale_inv", W4AFP8),
+    "awq": Scheme(
+        (1, 64), "", {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
+    ),
+    "gptq": Scheme(
+        (1, 128), "", {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+    ),
+    "int4_asymmetric": Scheme((1, 128), "", _int4(128, symmetric=False)),
+    "int4_channel": Scheme((1, ALL), "", _int4(None, strategy="channel")),
+    "nvfp4_ct": Scheme(
+        (1, 16),
+        "",
+        _compressed_tensors("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
+    ),
+    "nvfp4": Scheme(
+        (1, 16), "", {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*weights_proj"]}
+    ),
     # DeepSeek-V4 alone: its names, routed experts in e2m1
     "published": Scheme((128, 128), "", _fp8(weight_block_size=_BLOCK, scale_fmt="ue8m0"), _EXPONENTS),
     # The same with DeepSeek-V4.1's blocks
@@ -139,12 +170,8 @@ def write_quantized(source: Path, target: Path, scheme: str) -> None:
         if codes is None:
             tensors[stored] = weight
             continue
-        if scheme.startswith(_PACKED):
-            tensors |= {
-                f"{stored}_packed": codes,
-                f"{stored}_scale": scales,
-                f"{stored}_shape": torch.tensor(weight.shape),
-            }
+        if isinstance(codes, dict):
+            tensors |= {stored.removesuffix("weight") + other: tensor for other, tensor in codes.items()}
             continue
         tensors[stored] = codes
         tensors[stored.removesuffix(".weight") + ".scale" if is_published else stored + chosen.suffix] = (
@@ -212,60 +239,29 @@ def spread(scales: Tensor, shape: torch.Size, block: tuple[int, int]) -> Tensor:
     return scales.repeat_interleave(rows, 0).repeat_interleave(cols, 1)[: shape[0], : shape[1]]
 
 
-def quantize_fp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return e2m1 codes int8 [N, K / 2], the even column in the lower half, float32 powers of two [N, K / 32], and the
-    values.
-
-    Source: the reference code of DeepSeek-V4 (inference/convert.py, `cast_e2m1fn_to_e4m3fn`), which takes bytes apart.
+def _quantized(source: Path, scheme: str) -> Iterator[tuple[str, Tensor, Tensor | dict[str, Tensor] | None, Tensor]]:
+    """Yield each tensor's name, values, codes and scales as they are stored; codes are None where it stays as it is,
+    and all tensors by the ends of their names where it is in 4 bits.
     """
-    groups = weight.float().unflatten(1, (-1, 32))
-    scales = (groups.abs().amax(-1).clamp(min=1e-9) / 6).log2().ceil().exp2()
-    scaled = groups / scales[..., None]
-    codes = (scaled.abs()[..., None] - E2M1).abs().argmin(-1)
-    values = (E2M1[codes].copysign(scaled) * scales[..., None]).flatten(1)
-    codes = (codes + 8 * (scaled < 0)).flatten(1)
-    return (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8).view(torch.int8), scales, values
-
-
-def quantize_int4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return eight integers an int32 [N, K / 8], the first in the lowest bits, bfloat16 scales [N, K / G], and the
-    values. An integer is stored as itself + 8.
-    """
-    groups = weight.float().unflatten(1, (-1, group_size))
-    scales = (groups.abs().amax(-1).clamp(min=1e-9) / 7).bfloat16()
-    numbers = (groups / scales.float()[..., None]).round().clamp(-8, 7)
-    values = (numbers * scales.float()[..., None]).flatten(1)
-    return pack_int4(numbers.flatten(1).to(torch.int64)), scales, values
-
-
-def pack_int4(numbers: Tensor) -> Tensor:
-    """Return integers from -8 to 7, int64 [N, K], packed: int32 [N, K / 8]."""
-    packed = ((numbers + 8).unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)).sum(-1)
-    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
-
-
-def _quantized(source: Path, scheme: str) -> Iterator[tuple[str, Tensor, Tensor | None, Tensor]]:
-    """Yield each tensor's name, values, codes and scales as they are stored; codes are None where it stays as it is."""
     chosen = SCHEMES[scheme]
     for name, weight in load_file(source / "model.safetensors").items():
         chosen_names = _ROUTED_EXPERT if scheme in ("int4", "mxfp4") else _QUANTIZED
+        is_in_4_bits = scheme in PACKERS and (scheme not in _ROUTED_ALONE or _ROUTED_EXPERT.search(name))
         if not chosen_names.search(name) or ".compressor." in name or name.endswith(".weights_proj.weight"):
             yield name, weight, None, weight
-        elif scheme == "mxfp4":
-            codes, scales, values = quantize_fp4(weight)
-            yield name, values.to(weight.dtype), codes.view(torch.uint8), _exponents(scales)
-        elif scheme.startswith("int4"):
-            codes, scales, values = quantize_int4(weight, chosen.block[1])
-            yield name, values.to(weight.dtype), codes, scales
+        elif is_in_4_bits:
+            values, stored_parts = PACKERS[scheme](weight, min(chosen.block[1], weight.shape[1]))
+            yield name, values.to(weight.dtype), stored_parts, weight
         elif scheme.startswith("published") and _ROUTED_EXPERT.search(name):
             codes, scales, values = quantize_fp4(weight)
             yield name, values.to(weight.dtype), codes, scales.to(_EXPONENTS)
         else:
             is_power = chosen.powers_of_two or chosen.scale_dtype.itemsize == 1
-            codes, scales = quantize(weight, chosen.block, is_power)
+            block = (128, 128) if scheme in PACKERS else chosen.block  # beside 4 bits
+            codes, scales = quantize(weight, block, is_power)
             stored = _exponents(scales) if chosen.scale_dtype == torch.uint8 else scales.to(chosen.scale_dtype)
             scales = scales if is_power else stored.float()
-            yield name, dequantize(codes, scales, chosen.block).to(weight.dtype), codes, stored
+            yield name, dequantize(codes, scales, block).to(weight.dtype), codes, stored
 
 
 def _exponents(scales: Tensor) -> Tensor:
@@ -282,4 +278,8 @@ def _save(source: Path, target: Path, tensors: dict[str, Tensor], fields: dict[s
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text())
+    if fields.get("quantization_config") == W4AFP8:  # in the file that SGLang reads
+        own = {"quantization": {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None}}
+        (target / "hf_quant_config.json").write_text(json.dumps(own))
+        fields = {}
     (target / "config.json").write_text(json.dumps(config | fields))

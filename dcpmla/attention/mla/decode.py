@@ -16,7 +16,8 @@ from dcpmla.attention.projections import project_values
 from dcpmla.attention.step.metadata import DecodeMetadata
 from dcpmla.comm.exchange import Exchange, Mailbox
 from dcpmla.operators import import_kernel, operator
-from dcpmla.parallel.quantized import BlockFp8, unpack
+from dcpmla.parallel.formats import Quantized
+from dcpmla.parallel.quantized import unpack
 
 
 def mla_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
@@ -34,7 +35,7 @@ def mla_decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
 
 
 def dcp_mla_decode(
-    call: DecodeCall, exchange: Exchange, w_uv: Tensor | BlockFp8 | None = None
+    call: DecodeCall, exchange: Exchange, w_uv: Tensor | Quantized | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attend as `mla_decode` to a cache sharded over the DCP group. Collective.
 

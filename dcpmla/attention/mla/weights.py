@@ -15,9 +15,10 @@ from dcpmla.attention.projection_calls import LatentWrite, QueryAbsorption
 from dcpmla.attention.projections import absorb_query, norm_rope_cache, project_latents, rotate_query_
 from dcpmla.attention.select.step import SelectedTokens
 from dcpmla.config import MLAConfig
+from dcpmla.parallel.formats import BLOCK, Quantized, is_block_fp8
 from dcpmla.parallel.linear import Linear, RowParallelLinear, Weight, fill, read_linear, read_weight, shard, unquantized
 from dcpmla.parallel.mesh import DCPMesh
-from dcpmla.parallel.quantized import BLOCK, BlockFp8, NormedRows, PlainRows, unpack
+from dcpmla.parallel.quantized import NormedRows, PlainRows, unpack
 
 
 class Tokens(NamedTuple):
@@ -174,11 +175,11 @@ class AttentionWeights(nn.Module):
         """The projection that makes queries from q_c, or from hidden states in a model that does not compress them."""
         return self.q_proj if self.config.q_lora_rank is None else self.q_b_proj
 
-    def w_uk(self, heads: slice) -> Tensor | BlockFp8:
+    def w_uk(self, heads: slice) -> Tensor | Quantized:
         """Return W_UK [n, P, L] of some of `kv_heads`, which is absorbed into decode's queries."""
         return self._w_kv_b(heads, slice(0, self.config.qk_nope_head_dim))
 
-    def w_uv(self, heads: slice) -> Tensor | BlockFp8:
+    def w_uv(self, heads: slice) -> Tensor | Quantized:
         """Return W_UV [n, V, L] of some of `kv_heads`, which turns attention over latents into values."""
         return self._w_kv_b(heads, slice(self.config.qk_nope_head_dim, None))
 
@@ -186,13 +187,13 @@ class AttentionWeights(nn.Module):
         """Return each own head's W_UK stacked on its W_UV, [h, P + V, L]; fp8 is dequantized into new memory."""
         return unquantized(self._w_kv_b(self.kv_heads.own, slice(0, None)), self.kv_a_layernorm.weight)
 
-    def _w_kv_b(self, heads: slice, rows: slice) -> Tensor | BlockFp8:
+    def _w_kv_b(self, heads: slice, rows: slice) -> Tensor | Quantized:
         """Return rows of each head's W_UK stacked on its W_UV; in fp8 they must begin and end at a block's boundary."""
         weight = self.kv_b_proj.weight.unflatten(0, (self.kv_heads.count, -1))[heads, rows]
         if self.kv_b_proj.weight_scale is None:
             return weight
         blocks = slice(rows.start // BLOCK, None if rows.stop is None else rows.stop // BLOCK)
-        return BlockFp8(weight, self.kv_b_proj.weight_scale.unflatten(0, (self.kv_heads.count, -1))[heads, blocks])
+        return Quantized(weight, self.kv_b_proj.weight_scale.unflatten(0, (self.kv_heads.count, -1))[heads, blocks])
 
     @property
     def takes_quantized(self) -> bool:
@@ -254,7 +255,7 @@ class AttentionWeights(nn.Module):
         kv = None if own is None else project_latents(own[:, :rank], w_kv_b, self.dcp.deterministic)
         return MHAInputs(q, gates, kv, w_kv_b)
 
-    def absorb(self, q: Tensor, w_uk: Tensor | BlockFp8, cos_sin: Tensor | None, q_scale: Tensor | None) -> Tensor:
+    def absorb(self, q: Tensor, w_uk: Tensor | Quantized, cos_sin: Tensor | None, q_scale: Tensor | None) -> Tensor:
         codes, scales = unpack(w_uk)
         is_interleaved, is_deterministic = self.config.rope_interleaved, self.dcp.deterministic
         return absorb_query(QueryAbsorption(q, codes, cos_sin, is_interleaved, q_scale, scales, is_deterministic))
@@ -288,7 +289,7 @@ class AttentionWeights(nn.Module):
         kv_b_shape = config.num_heads * kv_b_width, rank
         kv_b = read_linear(weights, "kv_b_proj.weight", kv_b_shape, self.kv_heads.rows(kv_b_width))
         # W_UK and W_UV stay in fp8 only in blocks that they do not share.
-        if not isinstance(kv_b, BlockFp8) or config.qk_nope_head_dim % BLOCK or config.v_head_dim % BLOCK:
+        if not is_block_fp8(kv_b) or config.qk_nope_head_dim % BLOCK or config.v_head_dim % BLOCK:
             kv_b = unquantized(kv_b, self.kv_b_proj.weight)
         self.kv_b_proj.load(kv_b)
         self.o_proj.load(read_linear(weights, "o_proj.weight", (hidden, o_cols), cols=shard(o_cols, tp_group)))

@@ -14,7 +14,8 @@ from torch.nn.functional import pad
 
 from dcpmla.attention.projection_calls import ValueProjection
 from dcpmla.cache.formats import FP8, FP8_MAX
-from dcpmla.parallel.quantized import BLOCK, QuantizedRows, quantize_groups
+from dcpmla.parallel.formats import BLOCK
+from dcpmla.parallel.quantized import QuantizedRows, quantize_groups
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # Rows in these can be quantized.
 GROUP_SIZES = (64, 128)

@@ -17,7 +17,7 @@ from dcpmla.attention.output.formats import NVFP4_GROUP, TargetRows
 from dcpmla.attention.output.store import store_rows
 from dcpmla.attention.projection_calls import ValueProjection
 from dcpmla.attention.triton.device import describe, shared_memory
-from dcpmla.parallel.quantized import BLOCK
+from dcpmla.parallel.formats import BLOCK
 
 _BLOCK = tl.constexpr(BLOCK)
 _ROWS, _COLUMNS = 8, 512  # tile of a program that quantizes rows

@@ -13,8 +13,9 @@ from dcpmla.attention.output.ops import project_rows_, write_rows_
 from dcpmla.attention.output.sinks import apply_sinks
 from dcpmla.attention.projection_calls import ValueProjection
 from dcpmla.attention.projections import project_values
+from dcpmla.parallel.formats import BLOCK, Quantized
 from dcpmla.parallel.linear import Linear
-from dcpmla.parallel.quantized import BLOCK, BlockFp8, QuantizedRows, unpack
+from dcpmla.parallel.quantized import QuantizedRows, unpack
 
 
 def quant_for(linear: Linear, head_dim: int) -> OutputQuant | None:
@@ -51,7 +52,7 @@ class OutputRows:
     def __init__(
         self,
         num_rows: int,
-        w_uv: Tensor | BlockFp8,
+        w_uv: Tensor | Quantized,
         dtype: torch.dtype,
         quant: OutputQuant | None,
         sinks: Tensor | None = None,

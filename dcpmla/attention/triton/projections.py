@@ -8,8 +8,8 @@ from dcpmla.attention.projection_calls import LatentWrite, QueryAbsorption
 from dcpmla.attention.triton.rope import load_pairs, rotate, rotate_pairs, store_pairs
 from dcpmla.cache.formats import check_kv_scale, row_width
 from dcpmla.cache.kernels import k_pe_of, quantize, store_kv_c
+from dcpmla.parallel.formats import BLOCK
 from dcpmla.parallel.kernels.quantize import store_codes
-from dcpmla.parallel.quantized import BLOCK
 
 _COLUMNS = tl.constexpr(64)  # columns of W_UK per program
 # Rows of W_UK at a time: an unrolled float32 product over all rows would need too many registers.

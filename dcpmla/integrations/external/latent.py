@@ -13,8 +13,9 @@ from dcpmla.attention.placement import Placement
 from dcpmla.config import MLAConfig
 from dcpmla.integrations.external.indexer import ExternalIndexer, IndexerModules
 from dcpmla.integrations.external.linear import ExternalLinear, Projection, external_norm, external_parameters
+from dcpmla.parallel.formats import BLOCK, Quantized
 from dcpmla.parallel.linear import Linear, Weight
-from dcpmla.parallel.quantized import BLOCK, BlockFp8, unpack
+from dcpmla.parallel.quantized import unpack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,7 @@ class MLAModules:
         q_a_layernorm: Weight [Lq]; None without q_lora_rank.
         kv_a_layernorm: Weight [L].
         w_kv_b: Rows [h (P + V), L] of kv_b_proj for this rank's heads, which attention absorbs; with dcp_q_replicate or
-            dcp_project_before_merge for the whole DCP group's heads. `BlockFp8` where P and V are multiples of 128.
+            dcp_project_before_merge for the whole DCP group's heads. In fp8 where P and V are multiples of 128.
         o_proj: Projection [T, h V] -> [T, hidden], including any sum over the TP ranks: the layer returns its result
             unchanged.
         sinks: Logits [h] of this rank's own heads, float32; None without has_sinks.
@@ -43,7 +44,7 @@ class MLAModules:
     q_proj: Projection
     q_a_layernorm: Tensor | None
     kv_a_layernorm: Tensor
-    w_kv_b: Tensor | BlockFp8
+    w_kv_b: Tensor | Quantized
     o_proj: Projection
     sinks: Tensor | None = None
     k_pe_layernorm: Tensor | None = None
@@ -70,7 +71,7 @@ class MLAModules:
         if self.sinks is not None and self.sinks.dtype != torch.float32:
             raise ValueError(f"sinks is {self.sinks.dtype}; attention reads torch.float32")
         if scales is not None and any(width % BLOCK for width in widths):
-            raise ValueError(f"w_kv_b is BlockFp8; heads of {widths} values share blocks of {BLOCK}: give its values")
+            raise ValueError(f"w_kv_b is in fp8; heads of {widths} values share blocks of {BLOCK}: give its values")
         if self.indexer is not None:
             self.indexer.check(config)
 

@@ -34,8 +34,10 @@ _TEXT_NAMES = (  # of all families
     # a multimodal model around the text model
     (r"^language_model\.(?=model\.|lm_head\.)", ""),
     (r"^model\.language_model\.", "model."),
-    # compressed-tensors' packed codes
-    (r"\.weight_packed$", ".weight"),
+    # packed codes of compressed-tensors, AWQ and GPTQ, and what the latter have beside them
+    (r"\.(weight_packed|qweight)$", ".weight"),
+    (r"\.scales$", ".weight_scale"),
+    (r"\.qzeros$", ".weight_zero_point"),
     (r"\.([kq])_proj\.output_scale$", r".\1_scale"),  # a calibrated cache's, and its queries'
     (r"(?<!\.mlp)\.post_mlp_layernorm\.", ".mlp.post_mlp_layernorm."),  # A.X-K1
 )

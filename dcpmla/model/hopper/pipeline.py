@@ -41,6 +41,7 @@ class Routes:
     width: gl.constexpr  # rows of an expert's weight in a part
     depth: gl.constexpr  # columns of the weight
     is_gated: gl.constexpr  # the weight has two parts, gate and up; else a tile takes two adjacent parts of one
+    scale_steps: gl.constexpr  # steps of packed codes that share a number of their scales
 
 
 @aggregate

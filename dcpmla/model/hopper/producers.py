@@ -22,9 +22,9 @@ from dcpmla.model.hopper.pipeline import (
     num_tiles,
     num_weight_rows,
 )
-from dcpmla.parallel import quantized
+from dcpmla.parallel import formats
 
-GROUP = gl.constexpr(quantized.GROUP)  # values of 4 bits that have one scale
+GROUP = gl.constexpr(formats.GROUP)  # values of 4 bits that have one scale
 NUM_SLOTS = gl.constexpr(4)  # steps of packed codes in shared memory
 
 
@@ -80,7 +80,8 @@ def load_weights(w_desc, buffers, routes):
 
 
 def _assembler(convert: str) -> gl.constexpr:
-    """Return code that makes four times two bfloat16, $0 to $3, of the eight codes of a word, $4, and their scale, $5.
+    """Return code that makes four times two bfloat16, $0 to $3, of the eight codes of a word, $4, their scale, $5, and
+    their zero point, $6.
 
     `convert` makes two of them, from the codes at bits 4 i and 16 + 4 i, in `word`; {0} {1} shifts them up to bit 6 of
     each half, {2} {3} their signs to bit 15, {4} {5} moves them down to bit 0.
@@ -99,30 +100,44 @@ _FP4 = _assembler("""
     {2} word, $4, {3}; lop3.b32 word, word, 0x80008000, part, 0xEA;
     mov.b32 part, 0x7E807E80; mul.rn.bf16x2 word, word, part;
 """)
-# An integer + 8, as the last bits of the mantissa of 128, is 136 too large.
+# A code, as the last bits of the mantissa of 128, is 128 and its zero point too large: 136 without zero points.
 _INT4 = _assembler("""
     {4} word, $4, {5}; lop3.b32 word, word, 0x000F000F, 0x43004300, 0xEA;
     mov.b32 part, 0x43084308; sub.rn.bf16x2 word, word, part;
 """)
 
 
+_ZEROED = _assembler("""
+    {4} word, $4, {5}; lop3.b32 word, word, 0x000F000F, 0x43004300, 0xEA; sub.rn.bf16x2 word, word, $6;
+""")
+
+
 @gluon.jit
-def _dequantize(words, scales, second: gl.constexpr):
+def _dequantize(words, scales, zeros, second: gl.constexpr):
     """Return a group's values, two bfloat16 a word [COLUMNS, 16], of its codes, int32 [COLUMNS, 4]. Each eight columns
     are in the order 0, 4, 1, 5, 2, 6, 3, 7.
 
-    scales: [COLUMNS], two groups' scales in each number: e8m0 as uint16, or bfloat16 as int32.
+    scales: [COLUMNS], two groups' scales in each number: e8m0 as uint16, or bfloat16 as int32; or one of both groups.
+    zeros: Zero points of both groups, uint8; other numbers if there are none.
     """
     if scales.dtype == gl.uint16:
         exponent = (scales >> 8 if second else scales & 0xFF).to(gl.int32) << 7
         exponent = gl.where(exponent == 0, 1 << 6, exponent)  # 2^-127
         factors = exponent | exponent << 16
-    else:
+    elif scales.dtype == gl.int32:
         factors = (scales >> 16 & 0xFFFF) | (scales >> 16 << 16) if second else (scales & 0xFFFF) | scales << 16
-    asm: gl.constexpr = _FP4 if scales.dtype == gl.uint16 else _INT4
+    else:
+        bits = scales.to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32)
+        factors = (bits & 0xFFFF) | bits << 16
     factors = gl.expand_dims(factors, 1).broadcast_to(words.shape)
+    values = [words, factors]
+    if zeros.dtype == gl.uint8:
+        offsets = zeros.to(gl.int32) * 0x10001 | 0x43004300
+        values = [words, factors, gl.expand_dims(offsets, 1).broadcast_to(words.shape)]
+    asm: gl.constexpr = _FP4 if scales.dtype == gl.uint16 else _ZEROED if zeros.dtype == gl.uint8 else _INT4
+    constraints: gl.constexpr = "=&r,=&r,=&r,=&r,r,r,r" if zeros.dtype == gl.uint8 else "=&r,=&r,=&r,=&r,r,r"
     a, b, c, d = gl.inline_asm_elementwise(
-        asm, "=&r,=&r,=&r,=&r,r,r", [words, factors], (gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1
+        asm, constraints, values, (gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1
     )
     return gl.join(gl.join(a, c), gl.join(b, d)).reshape([COLUMNS, GROUP // 2])
 
@@ -143,7 +158,18 @@ def _load_codes(w_desc, row, step, codes, codes_ready, num_loaded):
 
 
 @gluon.jit
-def dequantize_weights(part: gl.constexpr, w_desc, scales_ptr, codes, codes_ready, buffers, routes):
+def _load_scales(scales_at, zeros_at, step, num_steps: gl.constexpr, SCALE_STEPS: gl.constexpr):
+    """Return a step's scales and zero points; its scales again without zero points."""
+    at = gl.minimum(step, num_steps - 1) // SCALE_STEPS
+    scales = gl.load(scales_at + at)
+    zeros = scales
+    if zeros_at is not None:
+        zeros = gl.load(zeros_at + at)
+    return scales, zeros
+
+
+@gluon.jit
+def dequantize_weights(part: gl.constexpr, w_desc, scales_ptr, zeros_ptr, codes, codes_ready, buffers, routes):
     """Fill stages with a part of the weights in 16 bits, two groups of each row a step."""
     num_steps: gl.constexpr = routes.depth // buffers.w.shape[2]
     num_words: gl.constexpr = GROUP // 8
@@ -156,11 +182,15 @@ def dequantize_weights(part: gl.constexpr, w_desc, scales_ptr, codes, codes_read
         first_row = find_weights(tile, part, routes)
         row = first_row + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, by_row))
         # The second part of a block's last tile may exceed the weights; its result is not stored.
-        scales_at = scales_ptr + gl.minimum(row, num_weight_rows(routes) - 1).to(gl.int64) * num_steps
+        first_scale = gl.minimum(row, num_weight_rows(routes) - 1).to(gl.int64) * (num_steps // routes.scale_steps)
+        scales_at, zeros_at = scales_ptr + first_scale, None
+        if zeros_ptr is not None:
+            zeros_at = zeros_ptr + first_scale
         for step in gl.static_range(NUM_SLOTS):
             if step < num_steps:
                 _load_codes(w_desc, first_row, step, codes, codes_ready, num_filled + step)
-        scales, next_scales = gl.load(scales_at), gl.load(scales_at + gl.minimum(1, num_steps - 1))
+        scales, zeros = _load_scales(scales_at, zeros_at, 0, num_steps, routes.scale_steps)
+        next_scales, next_zeros = _load_scales(scales_at, zeros_at, 1, num_steps, routes.scale_steps)
         for step in range(num_steps):
             slot = num_filled % NUM_SLOTS
             mbarrier.wait(codes_ready.index(slot), (num_filled // NUM_SLOTS) & 1)
@@ -168,7 +198,7 @@ def dequantize_weights(part: gl.constexpr, w_desc, scales_ptr, codes, codes_read
             packed, w = codes.index(slot), words.index(2 * stage + part)
             for group in gl.static_range(2):
                 group_words = packed.slice(group * num_words, num_words, dim=1).load(by_row)
-                values = _dequantize(group_words, scales, group == 1)
+                values = _dequantize(group_words, scales, zeros, group == 1)
                 w.slice(group * (GROUP // 2), GROUP // 2, dim=1).store(values)
             fence_async_shared()
             barrier()
@@ -176,5 +206,6 @@ def dequantize_weights(part: gl.constexpr, w_desc, scales_ptr, codes, codes_read
             # The slot has been read, and a fence has just passed, which would wait for loads.
             if step + NUM_SLOTS < num_steps:
                 _load_codes(w_desc, first_row, step + NUM_SLOTS, codes, codes_ready, num_filled + NUM_SLOTS)
-            scales, next_scales = next_scales, gl.load(scales_at + gl.minimum(step + 2, num_steps - 1))
+            scales, zeros = next_scales, next_zeros
+            next_scales, next_zeros = _load_scales(scales_at, zeros_at, step + 2, num_steps, routes.scale_steps)
             num_filled += 1

@@ -18,7 +18,8 @@ from dcpmla.model.hopper.consumers import consume
 from dcpmla.model.hopper.pipeline import COLUMNS, ROW_BYTES, Routes, new_buffers
 from dcpmla.model.hopper.producers import allocate_codes, dequantize_weights, gather_rows, load_weights
 from dcpmla.model.kernels.blocks import Blocks
-from dcpmla.parallel.quantized import GROUP, QuantizedRows, empty_groups
+from dcpmla.parallel.formats import FP4, GROUP, INT4, NVFP4, AnyWeight, Quantized
+from dcpmla.parallel.quantized import QuantizedRows, empty_groups, fields, unpack
 
 _GLUON = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
@@ -31,6 +32,7 @@ def grouped_product_kernel(
     x_scales_stride_block,
     w_desc,
     w_scales_ptr,
+    w_zeros_ptr,
     experts_ptr,
     routes_ptr,
     num_blocks_ptr,
@@ -44,6 +46,7 @@ def grouped_product_kernel(
     TOP_K: gl.constexpr,
     WIDTH: gl.constexpr,
     K: gl.constexpr,
+    SCALE_STEPS: gl.constexpr,
     GATED: gl.constexpr,
     IS_SMOOTH: gl.constexpr,
     DTYPE: gl.constexpr,
@@ -53,15 +56,16 @@ def grouped_product_kernel(
     w_desc: Rows [E PARTS WIDTH, K]; packed codes are words, int32 [.., K / 8]. With GATED, the two parts are gate and
         up of a gated linear unit, whose result takes the route's weight and is rounded to DTYPE. One part is a plain
         product.
-    w_scales_ptr: Scales: for fp8 float32 [E, PARTS, WIDTH / 128, K / 128]; for packed codes [E, PARTS, WIDTH, K / 64],
-        two groups' scales in one number.
+    w_scales_ptr: Scales: for fp8 float32 [E, PARTS, WIDTH / 128, K / 128]; for packed codes in groups
+        of 32 [E, PARTS, WIDTH, K / 64], two groups' scales in one number, and in others one of SCALE_STEPS steps.
+    w_zeros_ptr: Zero points of larger groups, uint8; None for 8.
     out_scales_ptr: Scales of a gated result that is quantized in groups of 128, a column after the other; or None.
     """
     is_packed: gl.constexpr = w_desc.dtype == gl.int32
     buffers = new_buffers(
         x_ptr.dtype.element_ty, out_ptr.dtype.element_ty, x_scales_ptr is not None, 2 if is_packed else 1
     )
-    routes = Routes(experts_ptr, routes_ptr, gl.load(num_blocks_ptr), num_experts, TOP_K, WIDTH, K, GATED)
+    routes = Routes(experts_ptr, routes_ptr, gl.load(num_blocks_ptr), num_experts, TOP_K, WIDTH, K, GATED, SCALE_STEPS)
     results = (expert_weights_ptr, out_ptr, out_scales_ptr, out_scales_stride, gate_bound, up_bound, IS_SMOOTH)
     rows = (x_ptr, x_scales_ptr, x_scales_stride_row, x_scales_stride_block, buffers, routes)
     if is_packed:
@@ -72,8 +76,8 @@ def grouped_product_kernel(
             [
                 (consume, (0, None, results, buffers, routes, DTYPE, True)),
                 (consume, (1, None, results, buffers, routes, DTYPE, True)),
-                (dequantize_weights, (0, w_desc, w_scales_ptr, first, first_ready, buffers, routes)),
-                (dequantize_weights, (1, w_desc, w_scales_ptr, second, second_ready, buffers, routes)),
+                (dequantize_weights, (0, w_desc, w_scales_ptr, w_zeros_ptr, first, first_ready, buffers, routes)),
+                (dequantize_weights, (1, w_desc, w_scales_ptr, w_zeros_ptr, second, second_ready, buffers, routes)),
                 (gather_rows, rows),
             ],
             [4, 4, 4, 4],
@@ -93,23 +97,30 @@ def grouped_product_kernel(
         )
 
 
-def takes(x: Tensor, *weights: Tensor | None) -> bool:
-    """Return whether the kernel multiplies rows x [T, H], before any quantization, by experts of one format.
-
-    Args:
-        weights: gate_up [E, 2 I, ..] and down [E, H, ..], and their scales.
+def takes(x: Tensor, *weights: AnyWeight) -> bool:
+    """Return whether the kernel multiplies rows x [T, H], before any quantization, by experts of one format, gate_up
+    [E, 2 I, ..] and down [E, H, ..].
     """
-    gate_up = weights[0]
-    assert gate_up is not None
+    gate_up = unpack(weights[0])[0]
     if not x.is_cuda or torch.version.cuda is None or torch.cuda.get_device_capability(x.device)[0] != 9:
         return False
     is_packed = gate_up.dtype == torch.uint8  # dequantized to bfloat16
     is_known = x.dtype == torch.bfloat16 if is_packed else x.dtype in _GLUON and gate_up.dtype in (x.dtype, FP8)
     # TMA and cp.async bring 16 bytes at a time.
     multiple = 2 * GROUP if is_packed else 16 // gate_up.itemsize
-    is_aligned = all(part is None or (part.data_ptr() % 16 == 0 and part.is_contiguous()) for part in weights)
+    if is_packed and not all(map(_takes_packed, weights)):
+        return False
+    parts = [part for weight in weights for part in fields(weight) if part is not None]
+    is_aligned = all(part.data_ptr() % 16 == 0 and part.is_contiguous() for part in parts)
     sizes = x.shape[1], gate_up.shape[1] // 2
     return is_known and is_aligned and x.data_ptr() % 16 == 0 and all(size % multiple == 0 for size in sizes)
+
+
+def _takes_packed(weight: AnyWeight) -> bool:
+    """Return whether a step's columns have scales in one or two numbers of a kind that the kernel reads."""
+    if not isinstance(weight, Quantized) or weight.format == NVFP4:
+        return False
+    return weight.format in (FP4, INT4) or weight.format.columns > GROUP
 
 
 def interleave(x: Tensor) -> Tensor:
@@ -119,8 +130,7 @@ def interleave(x: Tensor) -> Tensor:
 
 def multiply(
     x: Tensor | QuantizedRows,
-    weights: Tensor,
-    scales: Tensor | None,
+    weight: AnyWeight,
     blocks: Blocks,
     dtype: torch.dtype,
     fuses: bool,
@@ -133,7 +143,7 @@ def multiply(
     Args:
         x: A row of each route; of each token [T, H] in a gated product. Quantized for fp8 weights; interleaved for
             4-bit weights, and a gated result likewise.
-        weights: [E, N, K], or codes [E, N, K / 2]; in a gated product gate's and up's rows.
+        weight: Weights [E, N, K]; in a gated product gate's and up's rows.
         blocks: Blocks of BLOCK_ROWS routes.
         fuses: Whether the compiler may fuse products and sums.
         expert_weights: float32 [T, k].
@@ -141,6 +151,7 @@ def multiply(
         [routes, N], or of a gated product [routes, N / 2], in dtype, or quantized as x is.
     """
     values, x_scales = x if isinstance(x, QuantizedRows) else (x, None)
+    weights, scales, zeros, _ = fields(weight)
     num_routes, width = len(values), weights.shape[1]
     if expert_weights is not None:
         num_routes, width = expert_weights.numel(), width // 2
@@ -150,10 +161,11 @@ def multiply(
     else:
         result = torch.empty(num_routes, width, dtype=dtype, device=weights.device)
     out, out_scales = result if isinstance(result, QuantizedRows) else (result, None)
-    row_bytes = ROW_BYTES.value
-    if weights.dtype == torch.uint8 and scales is not None:
-        weights, row_bytes = weights.view(torch.int32), GROUP
-        scales = scales.view(torch.uint16 if scales.dtype == torch.uint8 else torch.int32)
+    row_bytes, scale_steps = ROW_BYTES.value, 1
+    if isinstance(weight, Quantized) and weight.format.is_packed:
+        weights, row_bytes, scale_steps = weights.view(torch.int32), GROUP, max(1, weight.format.columns // (2 * GROUP))
+        if weight.format.columns == GROUP:
+            scales = weight.scales.view(torch.uint16 if weight.format == FP4 else torch.int32)
     num_programs = torch.cuda.get_device_properties(weights.device).multi_processor_count
     grouped_product_kernel[(num_programs,)](
         values.contiguous(),
@@ -161,6 +173,7 @@ def multiply(
         *((0, 0) if x_scales is None else x_scales.stride()),
         describe(weights.reshape(-1, weights.shape[-1]), COLUMNS.value, row_bytes // weights.itemsize),
         scales,
+        zeros,
         *blocks,
         expert_weights,
         out,
@@ -171,6 +184,7 @@ def multiply(
         TOP_K=1 if expert_weights is None else expert_weights.shape[1],
         WIDTH=width,
         K=values.shape[1],
+        SCALE_STEPS=scale_steps,
         GATED=expert_weights is not None,
         IS_SMOOTH=glu.is_smooth,
         DTYPE=_GLUON[dtype],

@@ -15,8 +15,9 @@ from dcpmla.model.hopper.pipeline import BLOCK_ROWS
 from dcpmla.model.kernels.blocks import assign_blocks
 from dcpmla.model.kernels.grouped import grouped_product_kernel
 from dcpmla.model.kernels.packed import packed_product_kernel
+from dcpmla.parallel.formats import AnyWeight, Quantized
 from dcpmla.parallel.fp8 import quantize_rows
-from dcpmla.parallel.quantized import GROUP, QuantizedRows
+from dcpmla.parallel.quantized import QuantizedRows, fields, pack
 
 
 class Tile(NamedTuple):
@@ -76,28 +77,25 @@ _TILINGS = {
 
 
 def compute_experts(call: RoutedRows) -> Tensor:
-    """Compute `model.experts.route_terms` of at least one token and one route, from its operator's arguments."""
-    x, quantized, expert_ids, expert_weights, gate_up, gate_up_scales, down, down_scales, glu, *_ = call
-    num_experts, is_deterministic = call.num_experts, call.is_deterministic
-    ids, expert_weights = expert_ids.contiguous(), expert_weights.contiguous()
+    """Compute `model.experts.compute_experts` of at least one token and one route, from its operator's arguments."""
+    x, quantized, glu, num_experts, is_deterministic = *call[:2], call.glu, call.num_experts, call.is_deterministic
+    ids, expert_weights = call.expert_ids.contiguous(), call.expert_weights.contiguous()
     top_k, num_routes = ids.shape[1], ids.numel()
-    if gate_up_scales is not None and down_scales is not None:
-        gate_up_scales, down_scales = gate_up_scales.contiguous(), down_scales.contiguous()
-    num_own, width = len(down), gate_up.shape[1] // 2
-    weights = gate_up, down, gate_up_scales, down_scales
+    gate_up, down = (pack(codes, *map(_contiguous, others)) for codes, *others in (call[4:8], call[8:12]))
+    num_own, width = len(call.down), call.gate_up.shape[1] // 2
+    kind = call.gate_up.dtype if call.gate_up.dtype in _FEW else torch.bfloat16
     fuses = not is_deterministic  # a compiler may fuse in one kernel's code and not in another's
-    if num_routes > _MANY_ROWS * num_experts and product.takes(x, *weights):
+    if num_routes > _MANY_ROWS * num_experts and product.takes(x, gate_up, down):
         blocks = assign_blocks(ids, num_own, BLOCK_ROWS)
         rows: Tensor | QuantizedRows = x
-        if gate_up.dtype == FP8:
+        if kind == FP8:
             rows = quantize_rows(x) if quantized is None else quantized
-        elif gate_up.dtype == torch.uint8:
+        elif kind == torch.uint8:
             rows = product.interleave(x)
-        h = product.multiply(rows, gate_up, gate_up_scales, blocks, x.dtype, fuses, expert_weights, glu)
-        out = product.multiply(h, down, down_scales, blocks, x.dtype, fuses)
+        h = product.multiply(rows, gate_up, blocks, x.dtype, fuses, expert_weights, glu)
+        out = product.multiply(h, down, blocks, x.dtype, fuses)
         assert isinstance(out, Tensor)
         return out
-    kind = gate_up.dtype if gate_up.dtype in _FEW else torch.bfloat16
     if call.is_few:
         tiling, experts, routes = _FEW[kind], ids, None
     else:
@@ -106,12 +104,15 @@ def compute_experts(call: RoutedRows) -> Tensor:
     _, gate_up_tile, down_tile = _widen(tiling) if is_deterministic else tiling
 
     h = x.new_empty(num_routes, width)
-    codes = gate_up.unflatten(1, (2, width))
     source = _by_halves(x) if kind == torch.uint8 else x if quantized is None else quantized
-    _multiply(source, codes, gate_up_scales, h, gate_up_tile, experts, routes, top_k, fuses, expert_weights, glu)
+    _multiply(source, gate_up, h, gate_up_tile, experts, routes, top_k, fuses, expert_weights, glu)
     rows = call.new_result()
-    _multiply(h, down.unsqueeze(1), down_scales, rows, down_tile, experts, routes, top_k, fuses)
+    _multiply(h, down, rows, down_tile, experts, routes, top_k, fuses)
     return rows
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
 
 
 def _widen(tiling: Tiling) -> Tiling:
@@ -122,8 +123,7 @@ def _widen(tiling: Tiling) -> Tiling:
 
 def _multiply(
     x: Tensor | QuantizedRows,
-    codes: Tensor,
-    scales: Tensor | None,
+    weight: AnyWeight,
     out: Tensor,
     tile: Tile,
     experts: Tensor,
@@ -133,8 +133,10 @@ def _multiply(
     expert_weights: Tensor | None = None,
     glu: Glu = SWIGLU,
 ) -> None:
-    """Launch one product; with expert_weights it is the gated one. codes: [E, parts, width, K or K / 2]."""
+    """Launch one product; with expert_weights it is the gated one, of a weight of two parts."""
     is_gated = expert_weights is not None
+    codes, scales, zeros, factors = fields(weight)
+    codes = codes.unflatten(1, (1 + is_gated, -1))
     num_summed = experts.numel() // len(out) if routes is None else 1
     num_tiles = len(out) if routes is None else routes.numel() // tile.rows
     if isinstance(x, Tensor):
@@ -144,9 +146,8 @@ def _multiply(
     width, k = codes.shape[2], x.shape[1]
     depth, parts = tile.depth * 2 // max(2, x.itemsize), codes.shape[1]
     tile_bytes = parts * tile.columns * depth * codes.itemsize
-    if codes.dtype == torch.uint8:
-        assert scales is not None
-        tile_bytes = tile_bytes // 2 + tile_bytes // GROUP * scales.itemsize
+    if isinstance(weight, Quantized) and weight.format.is_packed:
+        tile_bytes = weight.format.num_bytes((parts * tile.columns, depth))
     max_stages = (shared_memory(x.device) - _RESERVED_BYTES) // (tile.rows * depth * x.itemsize + tile_bytes)
     grid, routing = (
         (num_tiles * triton.cdiv(width, tile.columns),),
@@ -166,10 +167,10 @@ def _multiply(
         "num_warps": tile.num_warps,
         "enable_fp_fusion": fuses,
     }
-    if codes.dtype == torch.uint8:
-        packed_product_kernel[grid](
-            x, describe(codes, [1, parts, tile.columns, depth // 2]), scales, *routing, **options
-        )
+    if isinstance(weight, Quantized) and weight.format.is_packed:
+        options["GROUP"] = weight.format.columns
+        tiles = describe(codes, [1, parts, tile.columns, depth // 2])
+        packed_product_kernel[grid](x, tiles, scales, zeros, factors, *routing, **options)
     else:
         weights = describe(codes, [1, 1 + tile.is_stacked, tile.columns, depth])
         strides = (0, 0) if x_scales is None else x_scales.stride()

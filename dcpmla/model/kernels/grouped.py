@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from dcpmla.model.kernels.glu import activate
-from dcpmla.parallel.quantized import BLOCK
+from dcpmla.parallel.formats import BLOCK
 
 _BLOCK = tl.constexpr(BLOCK)
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.parallel.quantized import GROUP
+from dcpmla.parallel.formats import GROUP
 
 _GROUP = tl.constexpr(GROUP)
 _ROWS = 8  # rows of the table that a program reads

@@ -5,8 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dcpmla.parallel.formats import BLOCK
 from dcpmla.parallel.kernels.quantize import to_codes
-from dcpmla.parallel.quantized import BLOCK, empty_codes
+from dcpmla.parallel.quantized import empty_codes
 
 _MAX_ROWS = 64  # maximum rows of x per program
 _BLOCK = tl.constexpr(BLOCK)  # columns of x per program: a group of codes

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dcpmla.parallel.quantized import BLOCK
+from dcpmla.parallel.formats import BLOCK
 
 _BLOCK = tl.constexpr(BLOCK)
 _GROUP = tl.constexpr(8)  # tiles of tokens whose programs are neighbours, and share the weight's rows in the L2

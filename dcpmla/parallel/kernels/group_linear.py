@@ -1,7 +1,7 @@
-"""Triton kernels of products with weights in e4m3 that have a scale per 32 columns.
+"""Triton kernels of products with weights that have scales for groups of columns: e4m3 (MXFP8), and 4 bits.
 
-`parallel/group_fp8.py` specifies them. Hopper's matrix units take no such scales. Values are dequantized to bfloat16,
-which represents them exactly: in registers for few rows, when the weight's bytes take the time, and in memory for many.
+`parallel/group_linear.py` specifies them. Hopper's matrix units take no such scales. Values are dequantized to
+bfloat16: in registers for few rows, when the weight's bytes take the time, and in memory for many.
 """
 
 import torch
@@ -10,8 +10,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from dcpmla.parallel.formats import BLOCK, GROUP, Quantized
 from dcpmla.parallel.kernels.linear import NUM_STAGES, NUM_WARPS, TILE_ROWS, choose_tiling, describe, finish_tile
-from dcpmla.parallel.quantized import BLOCK, GROUP
+from dcpmla.parallel.kernels.packed import dequantize
 
 _BLOCK = tl.constexpr(BLOCK)
 _GROUP = tl.constexpr(GROUP)
@@ -34,6 +35,8 @@ def group_linear_kernel(
     x_desc,
     weight_desc,
     weight_scales_ptr,
+    weight_zeros_ptr,
+    weight_factors_ptr,
     out_ptr,
     partials_ptr,
     arrivals_ptr,
@@ -41,56 +44,96 @@ def group_linear_kernel(
     num_rows,
     num_columns,
     group_rows,
+    GROUP: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Multiply a tile of the weight's rows by a tile of tokens, as `linear_kernel` does."""
+    """Multiply a tile of the weight's rows by a tile of tokens, as `linear_kernel` does.
+
+    weight_desc: Codes e4m3 in tiles [ROWS, 128], or uint8 in tiles [ROWS, 64].
+    weight_scales_ptr, weight_zeros_ptr, weight_factors_ptr: The fields of `Quantized`, in groups of GROUP columns.
+    """
+    IS_PACKED: tl.constexpr = weight_desc.dtype == tl.uint8
+    TILE_BYTES: tl.constexpr = weight_desc.block_shape[1]
     ROWS: tl.constexpr = weight_desc.block_shape[0]
     TOKENS: tl.constexpr = x_desc.block_shape[0]
     first_token, first_row = tl.program_id(0) * TOKENS, tl.program_id(1) * ROWS
-    num_blocks = num_columns // _BLOCK
+    num_blocks, num_groups = tl.cdiv(num_columns, _BLOCK), num_columns // GROUP
     part = tl.cdiv(num_blocks, SPLITS)
     first = tl.program_id(2) * part
     first_x_block = first_row // group_rows * num_blocks
     row = first_row + tl.arange(0, ROWS)
-    group = tl.arange(0, _BLOCK // _GROUP)
-    weight_scales_ptr += row.to(tl.int64)[:, None] * (num_columns // _GROUP) + group[None, :]
+    group = tl.arange(0, _BLOCK // GROUP)
+    scales_at = row.to(tl.int64)[:, None] * num_groups + group[None, :]
     is_row = (row < num_rows)[:, None]
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     for block in tl.range(first, tl.minimum(first + part, num_blocks), num_stages=STAGES):
-        codes = weight_desc.load([first_row, block * _BLOCK])
+        codes = weight_desc.load([first_row, block * TILE_BYTES])
         x = x_desc.load([first_token, (first_x_block + block) * _BLOCK])
-        scales = tl.load(weight_scales_ptr + block * (_BLOCK // _GROUP), mask=is_row, other=0)
-        acc = tl.dot(scale_groups(codes, scales, x.dtype), x.T, acc)
+        first_group = block * (_BLOCK // GROUP)
+        is_scale = is_row & (first_group + group < num_groups)[None, :]
+        scales, zeros = tl.load(weight_scales_ptr + scales_at + first_group, mask=is_scale, other=0.0), None
+        if weight_zeros_ptr is not None:
+            zeros = tl.load(weight_zeros_ptr + scales_at + first_group, mask=is_scale, other=0)
+        if IS_PACKED:
+            low, high = dequantize(codes, scales, zeros)
+            even, odd = x.reshape(TOKENS, TILE_BYTES, 2).split()
+            acc = tl.dot(low.to(x.dtype), even.T, acc)
+            acc = tl.dot(high.to(x.dtype), odd.T, acc)
+        else:
+            acc = tl.dot(scale_groups(codes, scales, x.dtype), x.T, acc)
+    if weight_factors_ptr is not None:
+        acc *= tl.load(weight_factors_ptr + row, mask=row < num_rows, other=0)[:, None]
     finish_tile(acc, out_ptr, partials_ptr, arrivals_ptr, num_tokens, num_rows, SPLITS)
 
 
 @triton.jit
-def dequantize_groups_kernel(codes_ptr, scales_ptr, out_ptr, num_groups, GROUPS: tl.constexpr):
+def dequantize_groups_kernel(
+    codes_ptr,
+    scales_ptr,
+    zeros_ptr,
+    factors_ptr,
+    out_ptr,
+    num_groups,
+    groups_per_row,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
     """Dequantize a tile of groups."""
+    GROUP_BYTES: tl.constexpr = GROUP // 2 if codes_ptr.dtype.element_ty == tl.uint8 else GROUP
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
-    at = group * _GROUP + tl.arange(0, _GROUP)[None, :]
     is_group = group < num_groups
-    codes = tl.load(codes_ptr + at, mask=is_group)
-    scales = tl.load(scales_ptr + group, mask=is_group, other=0)
-    tl.store(out_ptr + at, scale_groups(codes, scales, out_ptr.dtype.element_ty), mask=is_group)
+    codes = tl.load(codes_ptr + group * GROUP_BYTES + tl.arange(0, GROUP_BYTES)[None, :], mask=is_group)
+    scales, zeros = tl.load(scales_ptr + group, mask=is_group, other=0.0), None
+    if GROUP_BYTES == GROUP:
+        values = scale_groups(codes, scales, out_ptr.dtype.element_ty)
+    else:
+        if zeros_ptr is not None:
+            zeros = tl.load(zeros_ptr + group, mask=is_group, other=0)
+        low, high = dequantize(codes, scales, zeros)
+        values = tl.join(low, high).reshape(GROUPS, GROUP)
+    if factors_ptr is not None:
+        values = values.to(tl.float32) * tl.load(factors_ptr + group // groups_per_row, mask=is_group, other=0)
+    at = group * GROUP + tl.arange(0, GROUP)[None, :]
+    tl.store(out_ptr + at, values.to(out_ptr.dtype.element_ty), mask=is_group)
 
 
-def group_fp8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, arrivals: Tensor) -> Tensor:
-    """Compute `group_fp8.group_fp8_linear`: many rows by cuBLAS, few in one kernel."""
+def group_linear(x: Tensor, weight: Quantized, arrivals: Tensor) -> Tensor:
+    """Compute `group_linear.group_linear`: many rows by cuBLAS, few in one kernel."""
     if len(x) <= _FEW_TOKENS:
-        return multiply(x, weight, weight_scale, arrivals)
-    values = dequantize_groups(weight, weight_scale, x.dtype)
-    num_groups = x.shape[1] // weight.shape[1]
+        return multiply(x, weight, arrivals)
+    values = dequantize_groups(weight, x.dtype)
+    num_groups = x.shape[1] // values.shape[1]
     if num_groups == 1:
         return F.linear(x, values)
     parts = x.unflatten(1, (num_groups, -1)), values.unflatten(0, (num_groups, -1))
     return torch.einsum("tgk,gnk->tgn", *parts).flatten(1)
 
 
-def multiply(x: Tensor, weight: Tensor, weight_scale: Tensor, arrivals: Tensor) -> Tensor:
-    """Compute `group_fp8.group_fp8_linear` by the Triton kernel."""
-    num_tokens, (num_rows, width) = len(x), weight.shape
+def multiply(x: Tensor, weight: Quantized, arrivals: Tensor) -> Tensor:
+    """Compute `group_linear.group_linear` by the Triton kernel."""
+    num_tokens, num_rows, held = len(x), len(weight.codes), weight.format
+    width = weight.codes.shape[1] * (1 + held.is_packed)
     out = x.new_empty(num_tokens, num_rows)
     if num_tokens == 0:
         return out
@@ -99,8 +142,8 @@ def multiply(x: Tensor, weight: Tensor, weight_scale: Tensor, arrivals: Tensor) 
     num_partials = grid[0] * grid[1] * splits * TILE_ROWS * tokens if splits > 1 else 0
     group_linear_kernel[grid](
         describe(x.contiguous(), tokens),
-        describe(weight, TILE_ROWS),
-        weight_scale,
+        describe(weight.codes, TILE_ROWS, BLOCK // (1 + held.is_packed)),
+        *weight[1:],
         out,
         torch.empty(num_partials, dtype=torch.float32, device=x.device),
         arrivals,
@@ -108,6 +151,7 @@ def multiply(x: Tensor, weight: Tensor, weight_scale: Tensor, arrivals: Tensor) 
         num_rows,
         width,
         num_rows * width // x.shape[1],
+        GROUP=held.columns,
         SPLITS=splits,
         STAGES=NUM_STAGES,
         num_warps=NUM_WARPS,
@@ -115,9 +159,15 @@ def multiply(x: Tensor, weight: Tensor, weight_scale: Tensor, arrivals: Tensor) 
     return out
 
 
-def dequantize_groups(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values of a contiguous `GroupFp8`."""
-    out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    groups = 64
-    dequantize_groups_kernel[(triton.cdiv(scales.numel(), groups),)](codes, scales, out, scales.numel(), GROUPS=groups)
+def dequantize_groups(weight: Quantized, dtype: torch.dtype) -> Tensor:
+    """Return the values of a contiguous weight."""
+    (num_rows, groups_per_row), columns, tile = (
+        weight.scales.shape,
+        weight.format.columns,
+        2048 // weight.format.columns,
+    )
+    out = torch.empty(num_rows, groups_per_row * columns, dtype=dtype, device=weight.codes.device)
+    sizes = weight.scales.numel(), groups_per_row
+    grid = (triton.cdiv(sizes[0], tile),)
+    dequantize_groups_kernel[grid](*weight, out, *sizes, GROUP=columns, GROUPS=tile)
     return out

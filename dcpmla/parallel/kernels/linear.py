@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dcpmla.parallel.formats import BLOCK
 from dcpmla.parallel.kernels import fixed
 from dcpmla.parallel.kernels.quantize import quantize_rows
-from dcpmla.parallel.quantized import BLOCK, Fp8Product
+from dcpmla.parallel.quantized import Fp8Product
 
 _BLOCK = tl.constexpr(BLOCK)
 # Rows, and numbers of a result, past which cuBLAS fills an H200 and is faster than the Triton kernel.
@@ -172,9 +173,9 @@ def multiply(
     return out
 
 
-def describe(rows: Tensor, num_rows: int) -> TensorDescriptor:
-    """Describe contiguous rows for TMA loads of num_rows rows of one block."""
-    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [num_rows, BLOCK])
+def describe(rows: Tensor, num_rows: int, num_columns: int = BLOCK) -> TensorDescriptor:
+    """Describe contiguous rows for TMA loads of num_rows rows of one block, or of other columns."""
+    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [num_rows, num_columns])
 
 
 @cache

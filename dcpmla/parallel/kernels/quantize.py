@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.parallel.quantized import BLOCK, SMALLEST_AMAX, empty_groups
+from dcpmla.parallel.formats import BLOCK
+from dcpmla.parallel.quantized import SMALLEST_AMAX, empty_groups
 
 _FP8_MAX = tl.constexpr(448.0)
 _SMALLEST_AMAX = tl.constexpr(SMALLEST_AMAX)

@@ -14,8 +14,9 @@ from dcpmla.cache.formats import FP8
 from dcpmla.cache.index_keys import index_to_fp8
 from dcpmla.cache.shared_rows import read_rows, write_rows
 from dcpmla.operators import nothing, operator
+from dcpmla.parallel.formats import BLOCK
 from dcpmla.parallel.fp8 import quantize_rows
-from dcpmla.parallel.quantized import BLOCK, empty_codes
+from dcpmla.parallel.quantized import empty_codes
 
 GROUP = BLOCK  # columns of an fp8 output that share a scale
 Rows = tuple[Tensor, Tensor, Tensor, Tensor]

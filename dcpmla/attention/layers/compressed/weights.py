@@ -10,9 +10,10 @@ from dcpmla.attention.layers.compressed.config import WINDOW_ONLY, CompressedCon
 from dcpmla.attention.layers.compressed.projections import GROUP, norm_rope_query_, unrope_heads
 from dcpmla.attention.mla.weights import HeldHeads
 from dcpmla.attention.placement import Placement
+from dcpmla.parallel.formats import BLOCK, AnyWeight, is_packed
 from dcpmla.parallel.fp8 import multiply_groups
 from dcpmla.parallel.linear import Linear, RowParallelLinear, Weight, fill, read_linear, read_weight
-from dcpmla.parallel.quantized import BLOCK, AnyRows, AnyWeight, PlainRows, QuantizedRows, plain
+from dcpmla.parallel.quantized import AnyRows, PlainRows, QuantizedRows, plain
 from dcpmla.parallel.reformat import reorder_rows
 
 
@@ -36,7 +37,8 @@ class GroupedLinear(Linear):
         return self.product(x)
 
     def _stays_quantized(self, parts: tuple[AnyWeight, ...]) -> bool:
-        return super()._stays_quantized(parts) and self.out_features // self.num_groups % BLOCK == 0
+        is_whole = self.out_features // self.num_groups % BLOCK == 0 and not is_packed(parts[0])
+        return is_whole and super()._stays_quantized(parts)
 
 
 class CompressorWeights(nn.Module):

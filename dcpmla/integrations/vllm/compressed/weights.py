@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dcpmla.integrations.external.indexer import rotated_first
-from dcpmla.parallel.quantized import BlockFp8, dequantize
+from dcpmla.parallel.formats import Quantized, dequantize
 
 _INDEXER = re.compile(r"\.attn\.indexer\.(wq_b\.weight|compressor\.(wkv\.weight|wgate\.weight|norm\.weight|ape))$")
 _GROUPS = re.compile(r"\.attn\.wo_a\.(weight|scale|weight_scale_inv)$")
@@ -46,7 +46,7 @@ def _rotated_first(tensor: Tensor, has_columns: bool, head_dim: int, rope_dim: i
 
 def _values(weight: Tensor, scale: Tensor | None = None) -> Tensor:
     """Return the values of a weight that may be in blocks of e4m3."""
-    return weight if scale is None else dequantize(BlockFp8(weight, scale.float()), torch.bfloat16)
+    return weight if scale is None else dequantize(Quantized(weight, scale.float()), torch.bfloat16)
 
 
 def joined(linears: list[Any]) -> Callable[[Tensor], tuple[Tensor, ...]]:

@@ -15,8 +15,8 @@ from dcpmla.attention.triton.rope import load_pairs, norm_factor, rotate_range, 
 from dcpmla.cache import index_keys
 from dcpmla.cache.formats import FP8
 from dcpmla.cache.kernels import quantize_pairs, store_shared
+from dcpmla.parallel.formats import BLOCK
 from dcpmla.parallel.kernels.quantize import store_codes
-from dcpmla.parallel.quantized import BLOCK
 
 _GROUP_PAIRS = tl.constexpr(BLOCK // 2)
 _SMALLEST_AMAX = tl.constexpr(index_keys.SMALLEST_AMAX)

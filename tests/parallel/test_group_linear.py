@@ -4,6 +4,7 @@ Kernels run on a GPU, in Triton's interpreter without one, and are compiled for 
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,27 +12,28 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dcpmla.attention.layers.compressed.weights import GroupedLinear
-from dcpmla.parallel.group_fp8 import group_fp8_linear
+from dcpmla.parallel.formats import Quantized, dequantize
+from dcpmla.parallel.group_linear import group_linear
 from dcpmla.parallel.linear import Linear
-from dcpmla.parallel.quantized import BlockFp8, GroupFp8, dequantize
 from dcpmla.parallel.reformat import reorder_rows
 from tests.attention.test_decode_compile import compile_for_hopper
 from tests.parallel.test_fp8_linear import assert_near, blocks, compile_product, rows
 from tests.support.kernels import on_both, run_kernels
+from tests.support.packed import KINDS, make_packed
 
 FP8 = torch.float8_e4m3fn
 
 
-def groups(num_rows: int, width: int, seed: int = 0, device: str = "cpu") -> GroupFp8:
+def groups(num_rows: int, width: int, seed: int = 0, device: str = "cpu") -> Quantized:
     """Make a random weight whose scales differ by up to 2^6; one is 2^-127, of codes that are zero."""
     generator = torch.Generator().manual_seed(seed)
     codes = (100 * torch.randn(num_rows, width, generator=generator)).clamp(-448, 448).to(FP8)
     scales = torch.randint(118, 124, (num_rows, width // 32), generator=generator).to(torch.uint8)
     codes[0, :32], scales[0, 0] = 0, 0
-    return GroupFp8(codes.to(device), scales.to(device))
+    return Quantized(codes.to(device), scales.to(device))
 
 
-def exact(weight: GroupFp8) -> Tensor:
+def exact(weight: Quantized) -> Tensor:
     """Return the values, float64. A power of a GPU is rounded, even of a whole exponent."""
     factors = torch.ldexp(torch.ones_like(weight.scales, dtype=torch.float64), weight.scales.int() - 127)
     return weight.codes.double() * factors.repeat_interleave(32, 1)
@@ -48,12 +50,49 @@ def check_kernel(
     parts = x.double().unflatten(1, (num_groups, -1)), exact(weight).unflatten(0, (num_groups, -1))
     expected = torch.einsum("tgk,gnk->tgn", *parts).flatten(1)
     arrivals = torch.zeros(-(-num_rows // 64) * 2, dtype=torch.int32, device=device)
-    for function in (kernels.multiply, kernels.group_fp8_linear):
-        out = function(x, *weight, arrivals)
+    for function in (kernels.multiply, kernels.group_linear):
+        out = function(x, weight, arrivals)
         assert (out.dtype, out.shape) == (dtype, (num_tokens, num_rows))
         assert_near(out, expected)
     assert not arrivals.any()
-    assert torch.equal(kernels.dequantize_groups(*weight, torch.bfloat16).double(), exact(weight))
+    assert torch.equal(kernels.dequantize_groups(weight, torch.bfloat16).double(), exact(weight))
+
+
+def check_packed(device: str, kind: str, dtype: torch.dtype, num_tokens: int, num_rows: int, width: int) -> None:
+    """Compare both regimes with float64, over the same values in 16 bits."""
+    from dcpmla.parallel.kernels import group_linear as kernels
+
+    generator = torch.Generator().manual_seed(num_rows)
+    weight = make_packed(kind, (num_rows,), width, generator).map(lambda part: part.to(device))
+    x = rows(num_tokens, width, dtype, device)
+    # Integers are rounded to bfloat16, and scales in float16 before; the factors of e2m1 multiply sums.
+    exact_dtype = torch.float64 if kind.endswith("fp4") else torch.bfloat16
+    values = dequantize(weight, exact_dtype).double()
+    arrivals = torch.zeros(-(-num_rows // 64) * 2, dtype=torch.int32, device=device)
+    for function in (kernels.multiply, kernels.group_linear):
+        out = function(x, weight, arrivals)
+        assert (out.dtype, out.shape) == (dtype, (num_tokens, num_rows))
+        expected = x.double() @ values.T
+        assert (out.double() - expected).norm() <= 5e-3 * expected.norm()
+    assert not arrivals.any()
+    got = kernels.dequantize_groups(weight, torch.bfloat16).double()
+    assert (got - values).norm() <= 4e-3 * values.norm()
+
+
+def check_packed_kernels(device: str) -> None:
+    for kind in KINDS:
+        if device == "cuda":
+            for num_tokens in (1, 8, 17, 33, 100, 300):
+                for num_rows, width in ((2112, 7168), (7168, 2048), (200, 128)):
+                    check_packed("cuda", kind, torch.bfloat16, num_tokens, num_rows, width)
+        for num_tokens, num_rows, width in ((3, 72, 14 * 128), (17, 40, 384), (131, 72, 256)) * (device == "cpu"):
+            check_packed("cpu", kind, torch.float32, num_tokens, num_rows, width)
+    check_packed(device, "int4", torch.float32 if device == "cpu" else torch.bfloat16, 3, 72, 160)  # a part of a tile
+
+
+@on_both
+def test_packed_kernels(device: str) -> None:
+    run_kernels(device, check_packed_kernels)
 
 
 def check_kernels(device: str) -> None:
@@ -81,25 +120,40 @@ def test_the_kernel_compiles_for_hopper(num_tokens: int) -> None:
     from dcpmla.parallel.kernels.group_linear import group_linear_kernel
 
     tiles = {"x_desc": "bf16", "weight_desc": "fp8e4nv"}
-    assert "k16.f32.bf16.bf16" in compile_product(group_linear_kernel, tiles, num_tokens, weight_scales_ptr="*u8")
+    others = {"GROUP": 32, "weight_zeros_ptr": None, "weight_factors_ptr": None}
+    ptx = compile_product(group_linear_kernel, tiles, num_tokens, others, weight_scales_ptr="*u8")
+    assert "k16.f32.bf16.bf16" in ptx
+
+
+@pytest.mark.parametrize(("scales", "group", "zeros"), [("u8", 32, False), ("fp8e4nv", 16, False), ("fp16", 128, True)])
+def test_packed_products_compile_for_hopper(scales: str, group: int, zeros: bool) -> None:
+    from dcpmla.parallel.kernels.group_linear import group_linear_kernel
+
+    for num_tokens in (1, 128):
+        pointers = {"weight_scales_ptr": f"*{scales}", "weight_zeros_ptr": "*u8", "weight_factors_ptr": "*fp32"}
+        others: dict[str, Any] = {"GROUP": group}
+        others |= {} if zeros else {"weight_zeros_ptr": None}
+        others |= {} if scales == "fp8e4nv" else {"weight_factors_ptr": None}
+        tiles = {"x_desc": "bf16", "weight_desc": "u8"}
+        assert "k16.f32.bf16.bf16" in compile_product(group_linear_kernel, tiles, num_tokens, others, **pointers)
 
 
 def test_the_operator() -> None:
     weight, x = groups(200, 256), rows(3, 256, torch.float64)
     arrivals = torch.zeros(4, dtype=torch.int32)
-    torch.testing.assert_close(group_fp8_linear(x, *weight, arrivals), x @ exact(weight).T)
+    torch.testing.assert_close(group_linear(x, weight, arrivals), x @ exact(weight).T)
     two = rows(3, 512, torch.float64)
     halves = zip(two.split(256, 1), exact(weight).split(100), strict=True)
     expected = torch.cat([x @ part.T for x, part in halves], 1)
-    torch.testing.assert_close(group_fp8_linear(two, *weight, arrivals), expected)
+    torch.testing.assert_close(group_linear(two, weight, arrivals), expected)
     checks = ("test_autograd_registration", "test_faketensor")  # a comparison of e4m3 is not implemented
-    torch.library.opcheck(group_fp8_linear.op, (x, *weight, arrivals), test_utils=checks)
+    torch.library.opcheck(group_linear.op, group_linear.flatten(x, weight, arrivals), test_utils=checks)
 
 
 def test_weights_stay_as_they_are_stored() -> None:
     """Keep codes of groups of any rows; mixed with blocks or values, and in odd widths, they become values."""
     parts = groups(72, 256, 1), groups(128, 256, 2)
-    block = BlockFp8(torch.ones(72, 256).to(FP8), torch.ones(1, 2))
+    block = Quantized(torch.ones(72, 256).to(FP8), torch.ones(1, 2))
     x = rows(5, 256, torch.bfloat16)
     for loaded, is_fp8 in ((parts, True), ((block, parts[1]), False), ((exact(parts[0]).float(), parts[1]), False)):
         linear = Linear(256, 200, dtype=torch.bfloat16)
@@ -114,15 +168,30 @@ def test_weights_stay_as_they_are_stored() -> None:
     assert narrow.weight_scale is None
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_weights_stay_as_they_are_stored(kind: str) -> None:
+    """Parts in one format are stacked; beside another format they become values."""
+    generator = torch.Generator().manual_seed(1)
+    first, second = (make_packed(kind, (num_rows,), 256, generator) for num_rows in (72, 128))
+    x = rows(5, 256, torch.float32)
+    for parts, is_packed in (((first, second), True), ((first, dequantize(second, torch.float32)), False)):
+        linear = Linear(256, 200, dtype=torch.float32)
+        linear.load(*parts)
+        values = torch.cat([dequantize(part, torch.float32) for part in parts])
+        assert (linear.weight.dtype == torch.uint8) == (linear.weight_scale is not None) == is_packed
+        torch.testing.assert_close(linear(x.view(5, 1, 256)), F.linear(x, values).view(5, 1, 200))
+        torch.testing.assert_close(linear.product(x, slice(71, 190)), F.linear(x, values[71:190]))
+
+
 def test_rows_in_another_order() -> None:
     order, weight = torch.arange(24).roll(5), groups(72, 64)
     moved = reorder_rows(weight, order)
-    assert isinstance(moved, GroupFp8)
+    assert isinstance(moved, Quantized)
     assert torch.equal(exact(moved), exact(weight).unflatten(0, (3, 24))[:, order].flatten(0, 1))
 
 
 @pytest.mark.parametrize("make", [blocks, groups])
-def test_groups_of_columns(make: Callable[[int, int], BlockFp8 | GroupFp8]) -> None:
+def test_groups_of_columns(make: Callable[[int, int], Quantized]) -> None:
     """Each group has its rows of the weight, which becomes values unless their number is a multiple of 128."""
     for out_features, is_fp8 in ((256, True), (200, False)):
         weight, x = make(out_features, 256), rows(5, 512, torch.bfloat16)
@@ -138,7 +207,9 @@ def test_dequantizing_compiles_for_hopper() -> None:
 
     from dcpmla.parallel.kernels.group_linear import dequantize_groups_kernel
 
-    types = {"codes_ptr": "*fp8e4nv", "scales_ptr": "*u8", "out_ptr": "*bf16"}
-    ptx, log = compile_for_hopper(dequantize_groups_kernel, ASTSource, types, {"GROUPS": 64}, num_warps=4)
-    assert "ld.global.v4" in ptx  # 16 codes at a time
-    assert "0 bytes spill stores" in log
+    for codes, group in (("fp8e4nv", 32), ("u8", 128)):
+        types = {"codes_ptr": f"*{codes}", "scales_ptr": "*u8", "out_ptr": "*bf16"}
+        constants = {"GROUPS": 64, "GROUP": group, "zeros_ptr": None, "factors_ptr": None}
+        ptx, log = compile_for_hopper(dequantize_groups_kernel, ASTSource, types, constants, num_warps=4)
+        assert "ld.global.v4" in ptx  # 16 codes at a time
+        assert "0 bytes spill stores" in log

@@ -1,0 +1,83 @@
+"""Assembler in Triton's interpreter, which refuses it: the instructions of packed weights, on NumPy's arrays.
+
+Source: NVIDIA's PTX ISA. `lop3`'s table 0xEA is (a & b) | c.
+"""
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from triton.runtime import interpreter
+
+
+def _halves(register: Any) -> torch.Tensor:
+    return torch.from_numpy(register.view(np.uint16).copy()).view(torch.bfloat16).float()
+
+
+def _bfloat16(values: torch.Tensor) -> Any:
+    return values.bfloat16().view(torch.uint16).numpy().view(np.uint32)
+
+
+def _permute(a: Any, b: Any, selector: Any) -> Any:
+    both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
+    result = np.zeros_like(a)
+    for byte in range(4):
+        chosen = (int(selector[0]) >> (4 * byte)) & 7
+        result |= ((both >> np.uint64(8 * chosen)) & np.uint64(255)).astype(np.uint32) << np.uint32(8 * byte)
+    return result
+
+
+def _logic(a: Any, b: Any, c: Any, table: Any) -> Any:
+    assert int(table[0]) == 0xEA
+    return (a & b) | c
+
+
+_INSTRUCTIONS = {
+    "prmt.b32": _permute,
+    "lop3.b32": _logic,
+    "shr.b32": lambda a, b: a >> b,
+    "shl.b32": lambda a, b: a << b,
+    "and.b32": lambda a, b: a & b,
+    "mov.b32": lambda a: a,
+    "mul.rn.bf16x2": lambda a, b: _bfloat16(_halves(a) * _halves(b)),
+    "sub.rn.bf16x2": lambda a, b: _bfloat16(_halves(a) - _halves(b)),
+}
+
+
+def run(text: str, inputs: list[Any], num_outputs: int) -> list[Any]:
+    """Return the output registers $0, $1, .. of a text, after which inputs are numbered, uint32 arrays."""
+    registers = {f"${number + num_outputs}": value for number, value in enumerate(inputs)}
+
+    def value_of(name: str) -> Any:
+        return registers[name] if name in registers else np.full_like(inputs[0], int(name, 0))
+
+    for line in filter(None, map(str.strip, text.strip("{}").split(";"))):
+        name, _, rest = line.partition(" ")
+        if name != ".reg":
+            target, *sources = re.split(r",\s*", rest)
+            registers[target] = _INSTRUCTIONS[name](*map(value_of, sources))
+    return [registers[f"${number}"] for number in range(num_outputs)]
+
+
+def interpret_assembler() -> None:
+    """Make this process interpret assembler from now on."""
+
+    def create(_: Any, text: str, constraints: str, values: Any, types: Any, is_pure: bool, pack: int) -> Any:
+        if not text:
+            return SimpleNamespace(get_result=lambda index: values[index])
+        shape, inputs = values[0].data.shape, []
+        for value in values:
+            words = np.ascontiguousarray(value.data).reshape(-1, pack).view(np.uint32)
+            inputs += [np.ascontiguousarray(words[:, number]) for number in range(words.shape[1])]
+        outputs = run(text, inputs, constraints.count("="))
+        each = len(outputs) // len(types)
+        results = [np.stack(outputs[each * at : each * (at + 1)], 1).view(np.uint16) for at in range(len(types))]
+        handles = [
+            interpreter.TensorHandle(result.reshape(shape), kind.scalar)
+            for result, kind in zip(results, types, strict=True)
+        ]
+        return SimpleNamespace(get_result=handles.__getitem__)
+
+    interpreter.InterpreterBuilder.create_inline_asm = create
