@@ -29,13 +29,13 @@ class Terms(NamedTuple):
         return self.rows.shape if self.ids is None else (self.ids.shape[0], *self.rows.shape[1:])
 
     def add(self) -> Tensor:
-        """Return rows [T, D], each the sum of its terms in their order, in float32 at least, not rounded."""
+        """Return rows [T, D], each the sum of its terms in their order, in float32 at least, rounded once."""
         rows, ids, num_ids = self
         if ids is None:
             return rows
         is_here = ((ids >= 0) & (ids < num_ids))[..., None]
         terms = torch.where(is_here, rows.unflatten(0, ids.shape), 0).to(torch.promote_types(rows.dtype, torch.float32))
-        return functools.reduce(torch.add, terms.unbind(1))
+        return functools.reduce(torch.add, terms.unbind(1)).to(rows.dtype)
 
 
 Partial = Tensor | Terms  # a rank's share [T, D] of a sum over ranks
@@ -52,5 +52,5 @@ def whole(partial: Partial) -> Tensor:
     fake=lambda rows, ids, num_ids: rows.new_empty(Terms(rows, ids, num_ids).shape),
 )
 def add_terms(rows: Tensor, ids: Tensor | None, num_ids: int) -> Tensor:
-    """Return `Terms.add`, rounded once to the terms' dtype."""
-    return Terms(rows, ids, num_ids).add().to(rows.dtype)
+    """Return `Terms.add`."""
+    return Terms(rows, ids, num_ids).add()

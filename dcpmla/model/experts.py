@@ -105,7 +105,8 @@ def _compute(call: RoutedRows) -> Tensor:
             h = by_rows(act, gate, up) if is_deterministic else act(gate, up)
             h = h * expert_weights[tokens, routes, None]
             terms[tokens, routes] = linear(h.to(x.dtype).float(), down_values)
-    return (terms.sum(1) if call.is_few and not is_deterministic else terms.flatten(0, 1)).to(x.dtype)
+    rows = terms.flatten(0, 1).to(x.dtype)
+    return Terms(rows, expert_ids, len(call.down)).add() if call.is_few and not is_deterministic else rows
 
 
 def _values(weight: AnyWeight, expert: int) -> Tensor:

@@ -197,7 +197,7 @@ BAD_FIELDS = {  # values of a config's fields that no model has
     "quantization_config": ["fp8", [1]],
 }
 BAD_FP8 = {
-    "quant_method": ["awq"],
+    "quant_method": ["quark"],
     "weight_block_size": [128, [128], [0, 0], ["a", "b"]],
     "modules_to_not_convert": [5, "lm_head"],
 }

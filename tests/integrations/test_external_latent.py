@@ -94,6 +94,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "norms_k_pe": {"norms_k_pe": True},
     "num_gates": {"num_gates": 1},
     "query_gates": {"query_gates": True},
+    "input_parts": {"input_parts": 2},
 }
 
 
@@ -143,9 +144,10 @@ def test_every_field_reaches_the_layer_or_is_refused() -> None:
         each.name for each in dataclasses.fields(MLAConfig) if each.default is not dataclasses.MISSING
     ]
     ((refused),) = run_ranks(1, compare_fields)
-    assert list(refused) == ["has_query_factors", "num_gates"]
+    assert list(refused) == ["has_query_factors", "num_gates", "input_parts"]
     assert "config.has_query_factors is True" in refused["has_query_factors"]
     assert "config.num_gates is 1" in refused["num_gates"]
+    assert "config.input_parts is 2" in refused["input_parts"]
 
 
 def block_fp8() -> tuple[Tensor, Tensor]:

@@ -134,7 +134,9 @@ def test_experts_that_are_not_in_e2m1_are_not_re_encoded(tmp_path: Path) -> None
 def values_on_rank(directory: Path) -> dict[str, tuple[torch.Tensor, bool]]:
     """On one rank: values of all linear layers of the model and of its MTP module, and whether they are packed."""
     model, _ = load_on_rank(directory, DCPConfig(block_size=4), with_mtp=True)
+    assert model.drafts is not None
     roots = {name: root for name, root in vars(model).items() if isinstance(root, torch.nn.Module)}
+    roots["_mtp"] = model.drafts.module
     return {
         f"{root}.{name}": (part.product(torch.eye(part.in_features)), part.weight.dtype == torch.uint8)
         for root, module in roots.items()

@@ -230,10 +230,10 @@ def scored(num_tokens: int, name: int = 0) -> Request:
 
 def test_scored_prompts_without_room_are_passed() -> None:
     scheduler = Scheduler(BlockAllocator(2000, 64), 8192, 2)
-    plain = [Request([9] * 10, SamplingParams(max_new_tokens=1)) for _ in range(2)]
+    plain = [Request([9] * 1100, SamplingParams(max_new_tokens=1)) for _ in range(2)]  # none passes as a short one
     scheduler.waiting.extend([*(scored(20_000, name) for name in range(4)), *plain])
-    assert [len(piece.request.prompt_token_ids) for piece in scheduler.schedule(0.0).pieces] == [20_000, 10]
-    assert [len(request.prompt_token_ids) for request in scheduler.waiting] == 3 * [20_000] + [10]
+    assert [len(piece.request.prompt_token_ids) for piece in scheduler.schedule(0.0).pieces] == [20_000, 1100]
+    assert [len(request.prompt_token_ids) for request in scheduler.waiting] == 3 * [20_000] + [1100]
 
 
 def test_scored_prompts_keep_their_order_among_a_stream_of_others() -> None:

@@ -45,7 +45,7 @@ def add_norm_kernel(
     sums = tl.load(residual_ptr + at, mask=mask, other=0.0)
     if rows_ptr is not None:
         type: tl.constexpr = rows_ptr.dtype.element_ty
-        total = load_sum(rows_ptr, ids_ptr, num_ids, rows, at, mask, type, WIDTH, TERMS)
+        total = load_sum(rows_ptr, ids_ptr, num_ids, rows, at, mask, type, WIDTH, TERMS).to(type).to(tl.float32)
         sums = (total + sums.to(tl.float32)).to(sums_ptr.dtype.element_ty)
         tl.store(sums_ptr + at, sums, mask=mask)
     wide = sums.to(tl.float32)

@@ -56,6 +56,10 @@ class MLAModules:
             raise ValueError("config.has_query_factors is True, but modules hold no factors; it must be False")
         if config.num_gates:
             raise ValueError(f"config.num_gates is {config.num_gates}, but modules hold no gates; it must be 0")
+        if config.input_parts != 1:
+            raise ValueError(
+                f"config.input_parts is {config.input_parts}, but an engine hands in one part; it must be 1"
+            )
         widths = config.qk_nope_head_dim, config.v_head_dim
         codes, scales = unpack(self.w_kv_b)
         for name, weight, expected in (
