@@ -71,7 +71,7 @@ class Checkpoint:
         absent = {rename(name): shard for name, shard in shards.items() if shard in missing}
         self._absent = {name: shard for name, shard in absent.items() if name not in self._files}
         self.names: Set[str] = self._files.keys() | self._absent.keys()
-        self._beside: dict[str, dict[str, str]] = {}  # weight -> what is beside it -> the tensor's name
+        self._beside: dict[str, dict[str, str]] = {}  # weight -> role of a tensor beside it -> that tensor's name
         for suffix, what in _BESIDE.items():
             for name in self.names:
                 if (other := name + suffix) in self.names:

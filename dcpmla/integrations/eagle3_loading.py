@@ -80,7 +80,7 @@ def _load_layer(parts: Parts, files: Eagle3Files, model: ShardedModel) -> Eagle3
 
 
 def _offsets(parts: Parts, files: Eagle3Files) -> Tensor | None:
-    """Return what is added to a draft's number to get the model's token; None if the vocabularies are equal.
+    """Return the offsets from a draft's number to the model's token; None if the vocabularies are equal.
 
     Raises:
         ValueError: A token is outside the model's vocabulary.

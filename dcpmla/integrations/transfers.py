@@ -43,7 +43,7 @@ def check_role(role: str, dcp: DCPConfig) -> None:
 def new_staging(device: torch.device, is_within_host: bool) -> Tensor:
     """Return this rank's staging memory [num_slots, slot_bytes] uint8, for the link to the other servers.
 
-    It is made before the engine, whose cache takes what is left of the device's memory. The first large tensor of a
+    It is allocated before the engine, because the cache takes all remaining device memory. The first large tensor of a
     process also has an allocation of its own: CUDA IPC opens whole allocations to another process.
 
     Args:

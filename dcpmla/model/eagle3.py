@@ -18,7 +18,7 @@ class Eagle3Head(nn.Module):
 
     Args:
         head: Head over the draft's vocabulary.
-        offsets: What is added to a draft's number to get the model's token (d2t), int64 [draft vocab]; None if the
+        offsets: Offset from each draft's number to the model's token (d2t), int64 [draft vocab]; None if the
             vocabularies are equal.
     """
 

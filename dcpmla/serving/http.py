@@ -104,7 +104,7 @@ async def _serve(
 
 
 def _show_address(listener: socket.socket) -> None:
-    """Print where clients find the server: whoever waits for the line finds the model loaded."""
+    """Print the server's address. The model is loaded by then, so clients may wait for this line."""
     host, port, *_ = listener.getsockname()
     print(f"serving on http://[{host}]:{port}" if ":" in host else f"serving on http://{host}:{port}", flush=True)
 

@@ -148,7 +148,6 @@ def compute_by_kernels(
     quantized: QuantizedRows | None = None,
     is_deterministic: bool = False,
 ) -> Tensor:
-
     from dcpmla.model.kernels import experts as kernels
 
     codes = *fields(gate_up), *fields(down)

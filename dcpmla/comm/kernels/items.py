@@ -27,7 +27,7 @@ def columns_of(item, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
 def load_items(
     partial, item, is_item, type: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr
 ):
-    """Return this rank's items [N, COLUMNS] as integers, none of them -1, and the mask of their elements.
+    """Return this rank's items [N, COLUMNS] as integers other than -1, and the mask of their elements.
 
     partial: partial_ptr, ids_ptr and num_ids of the kernels.
     """
