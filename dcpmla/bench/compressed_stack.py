@@ -83,7 +83,7 @@ class CompressedStack(Stack):
         hidden, metadata = self.inputs(index)
         selectors = [layer.selector for layer in self.layers]
         slots, num_slots = self._listed(metadata)
-        listed = {self.kind.ratio: (slots[None], num_slots[None])}
+        listed = {self.kind.seen: (slots[None], num_slots[None])}
         unselected = replace(self._compressed(metadata), decode_rows=listed)
         try:
             for layer in self.layers:
@@ -122,7 +122,7 @@ class CompressedStack(Stack):
         compressed = self._compressed(metadata)
         if compressed.selection is not None:
             return compressed.selection.slots, compressed.selection.num_slots
-        rows, num_rows = compressed.decode_rows[self.kind.ratio]
+        rows, num_rows = compressed.decode_rows[self.kind.seen]
         return rows[0], num_rows[0]
 
     def _compressed(self, metadata: StepMetadata) -> CompressedMetadata:

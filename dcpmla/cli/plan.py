@@ -19,7 +19,7 @@ from dcpmla.cli.plan_tiers import check_sizes, tier_section
 from dcpmla.config import DCPConfig
 from dcpmla.fields import divisors, whole
 from dcpmla.integrations.eagle3 import open_eagle3
-from dcpmla.integrations.engine_options import EngineOptions
+from dcpmla.integrations.engine_options import OWN_MODULES, EngineOptions
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.integrations.speculation import check_speculation
@@ -82,8 +82,12 @@ def run(args: argparse.Namespace) -> None:
     args.tensor_parallel_size = args.tensor_parallel_size or [machine.num_gpus]
     rows = read_rows(args.measured, "--measured", model) if args.measured else []
     predicted = [(row, predict_row(machine, model, row)) for row in rows]
-    drafts = EngineOptions(speculative_method=args.speculative_method, speculative_model=args.speculative_model)
-    if drafts.speculative_method in ("mtp", "eagle3"):
+    drafts = EngineOptions(
+        speculative_method=args.speculative_method,
+        speculative_model=args.speculative_model,
+        num_speculative_tokens=max(1, args.num_speculative_tokens),
+    )
+    if drafts.speculative_method in (*OWN_MODULES, "eagle3"):
         model = load_model_size(args.model, drafts).with_expert_dtype(args.expert_dtype)
     deployments = [Deployment(machine, model, setting) for setting in _settings(args, model)]
     plans = [make_plan(deployment, args.batch, args.context) for deployment in deployments]
@@ -124,7 +128,7 @@ def load_model_size(path: Path, drafts: EngineOptions | None = None) -> ModelSiz
     """Return a model's sizes from its directory or config file.
 
     Args:
-        drafts: Options whose MTP module or EAGLE3 head counts, too.
+        drafts: Options whose module or EAGLE3 head counts, too.
     Raises:
         ValueError: The path does not exist, or is no config of an MLA model, or of one without such a module, or which
             the head does not fit.
@@ -139,8 +143,8 @@ def load_model_size(path: Path, drafts: EngineOptions | None = None) -> ModelSiz
     if drafts is None:
         return read_model(config)
     eagle3 = None if drafts.speculative_model is None else open_eagle3(drafts.speculative_model)
-    check_speculation(config, DCPConfig(), drafts.speculative_method, eagle3)
-    return read_model(config, drafts.speculative_method == "mtp", eagle3)
+    check_speculation(config, DCPConfig(), drafts.speculative_method, eagle3, drafts.num_speculative_tokens)
+    return read_model(config, drafts.speculative_method in OWN_MODULES, eagle3)
 
 
 def load_machine(layers: str, model: ModelSize) -> Machine:

@@ -32,12 +32,20 @@ class GraphMaker:
         max_model_len: Longest sequence.
         max_num_seqs: Limit of requests in a step.
         num_drafts: Limit of a request's drafts in a step.
+        num_past: Tokens by which a request may pass the longest sequence in these graphs.
     """
 
     def __init__(
-        self, name: str, new: NewGraph, model: ShardedModel, max_model_len: int, max_num_seqs: int, num_drafts: int
+        self,
+        name: str,
+        new: NewGraph,
+        model: ShardedModel,
+        max_model_len: int,
+        max_num_seqs: int,
+        num_drafts: int,
+        num_past: int = 0,
     ) -> None:
-        self._name, self._new, self._model = name, new, model
+        self._name, self._new, self._model, self._num_past = name, new, model, num_past
         self._dcp, self._mesh = model.placement.dcp, model.placement.mesh
         self._max_model_len, self._max_num_seqs, self._num_drafts = max_model_len, max_num_seqs, num_drafts
         self._has_failed = False
@@ -52,6 +60,7 @@ class GraphMaker:
         max_model_len: int,
         max_num_seqs: int,
         query_len: int,
+        num_past: int = 0,
     ) -> Self:
         """Return the maker of graphs of steps with query_len tokens per request (`StepGraph.decodes`)."""
 
@@ -59,7 +68,7 @@ class GraphMaker:
             sizes = max_num_seqs, longest, query_len
             return StepGraph.decodes(step, input_like, cache, steps, model.placement.mesh, *sizes)
 
-        return cls(name, new, model, max_model_len, max_num_seqs, query_len - 1)
+        return cls(name, new, model, max_model_len, max_num_seqs, query_len - 1, num_past)
 
     def capture(self, cache: Cache, on_step: Callable[[str], object] = lambda line: None) -> StepGraph | None:
         """Capture the graphs over a cache; or return None, and the first rank logs the reason.
@@ -86,7 +95,7 @@ class GraphMaker:
         """
         longest = min(self._max_model_len, cache.sizes.tokens_total) if longest is None else longest
         steps = self._model.attention.step_builder(cache.sizes, self._dcp, self._mesh.dcp_rank, self._model.device)
-        return self._new(cache, steps, longest)
+        return self._new(cache, steps, longest + self._num_past)
 
     def measure(self) -> int:
         """Return the bytes of this rank's GPU that graphs take apart from their cache.

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,49 @@ from torch.nn import functional as F
 
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.layers import Cache
+from dcpmla.parallel.mesh import DCPMesh
+from dcpmla.runtime.drafts import Drafter
+from dcpmla.runtime.graph import Step, StepGraph
+from dcpmla.runtime.modules import ModuleDrafter
+
+Prepare = Callable[[StepMetadata], StepMetadata]  # function that returns a step with what some layers need
+
+
+class GraphStep(NamedTuple):
+    """A step that a drafter runs by graphs of its own.
+
+    Attributes:
+        step, input_like: Arguments of `StepGraph`.
+        query_len: Tokens of a request.
+        num_past: Tokens by which a request may pass the longest sequence.
+    """
+
+    step: Step
+    input_like: Tensor
+    query_len: int
+    num_past: int = 0
+
+
+class TrainedDrafts(Protocol):
+    """A trained module that drafts over a loaded model.
+
+    Attributes:
+        module: The module, an nn.Module.
+    """
+
+    module: Any
+
+    def keep(self, num_tokens: int) -> None:
+        """Keep what it needs of the model's steps, of at most num_tokens tokens."""
+
+    def profile(self, num_tokens: int) -> None:
+        """Run dummy tokens without a cache (`ShardedModel.profile`). Collective over the TP group."""
+
+    def graph_steps(self, num_drafts: int) -> list[GraphStep]:
+        """Return the steps whose graphs a drafter of num_drafts runs."""
+
+    def new_drafter(self, num_drafts: int, cache: Cache, mesh: DCPMesh, graphs: Sequence[StepGraph]) -> Drafter:
+        """Return a drafter over a cache and the graphs of `graph_steps`."""
 
 
 class DraftModule(Protocol):
@@ -57,7 +100,7 @@ class DraftModel:
         module: DraftModule,
         sources: Sequence[nn.Module],
         head: DraftHead,
-        prepare: Callable[[StepMetadata], StepMetadata],
+        prepare: Prepare,
     ) -> None:
         self.module: Any = module
         self._sources, self._head, self._prepare = sources, head, prepare
@@ -111,6 +154,19 @@ class DraftModel:
     def profile(self, num_tokens: int) -> None:
         """Run dummy tokens without a cache (`ShardedModel.profile`)."""
         self.module(self.rows(torch.zeros(num_tokens, dtype=torch.int64, device=self.device)), None, None)
+
+    def graph_steps(self, num_drafts: int) -> list[GraphStep]:
+        """Return the steps over the model's tokens, and over the module's own drafts."""
+        row = self.rows(torch.zeros(1, dtype=torch.int64, device=self.device))[0]
+        hidden_state = torch.zeros_like(self.module.project(self.hidden_rows[:1])[0])
+        return [
+            GraphStep(self.predict, torch.zeros_like(row), 1 + num_drafts),
+            GraphStep(self.draft, hidden_state, num_drafts),
+        ]
+
+    def new_drafter(self, num_drafts: int, cache: Cache, mesh: DCPMesh, graphs: Sequence[StepGraph]) -> Drafter:
+        """Return a drafter over a cache and the graphs of `graph_steps`."""
+        return ModuleDrafter(num_drafts, self, cache, mesh, *graphs)
 
     def _join(self, token_ids: Tensor, hidden_states: Tensor) -> Tensor:
         """Return rows of embeddings of tokens [T], then hidden states [T, ...] of the positions before them."""

@@ -9,7 +9,8 @@ import torch
 from dcpmla.config import MODEL_DTYPES
 from dcpmla.fields import FLAG, TEXT, check_fields, number, one_of, option_label, optional, rules_of, tuple_of, whole
 
-SPECULATIVE_METHODS = ("none", "ngram", "mtp", "eagle3")
+OWN_MODULES = ("mtp", "dspark")  # methods whose module is in the model's checkpoint
+SPECULATIVE_METHODS = ("none", "ngram", *OWN_MODULES, "eagle3")
 MAX_SPECULATIVE_TOKENS = 15  # a batch of several requests fits into `MAX_DRAFT_ROWS`
 _Count = Annotated[int, whole(1)]
 _Flag = Annotated[bool, FLAG]
@@ -45,7 +46,8 @@ class EngineOptions:
         expert_dtype: Format of experts: "auto" leaves them as stored; "fp8" re-encodes 4-bit ones (DeepSeek-V4) without
             rounding: twice the memory, and faster products.
         speculative_method: Source of drafts: "ngram" looks up the last tokens in the request's own, "mtp" runs the
-            checkpoint's MTP module, "eagle3" a head that was trained for the model (speculative_model).
+            checkpoint's MTP module, "dspark" its DSpark module (DeepSeek-V4 and V4.1), "eagle3" a head that was trained
+            for the model (speculative_model).
         speculative_model: Directory or hub id of the EAGLE3 head; None with other methods.
         num_speculative_tokens: Limit of a request's drafts in a step.
         synthetic_acceptance_length: Tokens of a step with drafts on average, including the one after them, of which

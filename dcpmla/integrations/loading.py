@@ -18,7 +18,7 @@ from dcpmla.config import DCPConfig
 from dcpmla.integrations.decode_graphs import GraphMaker
 from dcpmla.integrations.eagle3 import LABEL, Eagle3Files, open_eagle3
 from dcpmla.integrations.engine_maker import EngineMaker
-from dcpmla.integrations.engine_options import EngineOptions
+from dcpmla.integrations.engine_options import OWN_MODULES, EngineOptions
 from dcpmla.integrations.families.table import attention_of
 from dcpmla.integrations.offloading import check_scales, make_disk_tier, make_host_memory, open_folder
 from dcpmla.integrations.open_model import ModelFiles, check_layout, open_model, warn_of_unknown_tokens
@@ -71,7 +71,7 @@ def load_engine(
         compilations.end_watch()
     files, dcp, eagle3 = _open(model, dcp, device, options)
     with agree():
-        drafts = options.speculative_method == "mtp", eagle3
+        drafts = options.speculative_method in OWN_MODULES, eagle3
         formats = options.enable_expert_parallel, options.load_format, options.expert_dtype, *drafts
         placed = dcp, mesh, chosen, options.torch_dtype, device
         sharded = load_model(files.directory, files.config, *placed, *formats)
@@ -123,7 +123,7 @@ def _open(
         check_layout(files, dcp)
         check_backends(dcp, device)
         eagle3 = None if options.speculative_model is None else open_eagle3(options.speculative_model)
-        check_speculation(files.config, dcp, options.speculative_method, eagle3)
+        check_speculation(files.config, dcp, options.speculative_method, eagle3, options.num_speculative_tokens)
         check_scales(dcp, options)
     digests = {f"{name} of the model's directory": digest for name, digest in files.digests.items()}
     check_equal_arguments(digests | ({} if eagle3 is None else {f"config.json of {LABEL}": eagle3.digest}))

@@ -115,11 +115,15 @@ class Parts:
     def head(self) -> VocabHead:
         """Return the head, its rows cut over the ranks if they divide evenly."""
         name = "lm_head.weight" if "lm_head.weight" in self.weights else "model.embed_tokens.weight"
-        vocab_size, mesh = self.shapes[name][0], self.placement.mesh
-        is_cut = vocab_size % mesh.tp_size == 0  # the gather of logits takes the same number from each rank
-        rows = cut(vocab_size, mesh.tp_rank, mesh.tp_size) if is_cut else slice(0, vocab_size)
+        vocab_size, group = self.shapes[name][0], self.placement.mesh.tp_group
         softcap = getattr(self.model.config, "final_logit_softcapping", None)
-        return VocabHead(self.linear(name, rows), vocab_size, mesh.tp_group, softcap)
+        return VocabHead(self.linear(name, self.vocab_rows(vocab_size)), vocab_size, group, softcap)
+
+    def vocab_rows(self, vocab_size: int) -> slice:
+        """Return this rank's rows of a matrix over the vocabulary."""
+        mesh = self.placement.mesh
+        is_cut = vocab_size % mesh.tp_size == 0  # the gather of logits takes the same number from each rank
+        return cut(vocab_size, mesh.tp_rank, mesh.tp_size) if is_cut else slice(0, vocab_size)
 
     def attention(self, name: str) -> tuple[AttentionLayer, int]:
         """Load the next layer of attention, and return it with its number."""

@@ -11,7 +11,7 @@ from dcpmla.attention.stack import Stack
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.cache.layers import Cache
 from dcpmla.comm.reduce import Reduce
-from dcpmla.integrations.draft_model import DraftModel
+from dcpmla.integrations.draft_model import TrainedDrafts
 from dcpmla.model.block import Decoder, VocabHead
 from dcpmla.model.stream_decoder import StreamDecoder
 from dcpmla.model.sum_decoder import SumDecoder
@@ -47,7 +47,7 @@ class ShardedModel:
         reduce: Reduce,
         eos_token_ids: frozenset[int],
     ) -> None:
-        self.drafts: DraftModel | None = None
+        self.drafts: TrainedDrafts | None = None
         self.placement, self.dtype, self.device = placement, placement.dtype, torch.device(placement.device)
         self.hidden_states, self.head, self._rotary = hidden_states, head, rotary
         self.angles = partial(cos_sin, rotary, attention.config.rope_dim // 2, placement)

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from dcpmla.cache.layers import Cache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.decode_graphs import GraphMaker
@@ -15,19 +13,23 @@ from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
 from dcpmla.runtime.drafts import Drafter
 from dcpmla.runtime.graph import StepGraph
-from dcpmla.runtime.modules import ModuleDrafter
 from dcpmla.runtime.ngram import NgramDrafter
 from dcpmla.runtime.simulated import SimulatedDrafter, rates_of_length
 
 
-def check_speculation(config: Any, dcp: DCPConfig, method: str, eagle3: Eagle3Files | None = None) -> None:
-    """Raise ValueError, before any weight is read, for a method that a model does not have.
+def check_speculation(
+    config: Any, dcp: DCPConfig, method: str, eagle3: Eagle3Files | None = None, num_drafts: int = 1
+) -> None:
+    """Raise ValueError, before any weight is read, for a method or a number of drafts that a model does not have.
 
     Args:
         eagle3: Head of the method eagle3.
+        num_drafts: Limit of a request's drafts.
     """
     if method == "mtp":
         family_of(config).check_mtp(config)
+    if method == "dspark":
+        family_of(config).check_dspark(config, num_drafts)
     if eagle3 is not None:
         eagle3.check(config, dcp)
     if method in ("mtp", "eagle3") and dcp.calculate_kv_scales:
@@ -50,25 +52,22 @@ def make_drafter(options: EngineOptions, model: ShardedModel, cache: Cache, grap
     if model.drafts is None:
         drafter = NgramDrafter(num_drafts, model.device)
     else:
-        drafter = ModuleDrafter(num_drafts, model.drafts, cache, model.placement.mesh, *graphs)
+        drafter = model.drafts.new_drafter(num_drafts, cache, model.placement.mesh, graphs)
     length, rates = options.synthetic_acceptance_length, options.synthetic_acceptance_rates
     rates = rates if length is None else rates_of_length(length, num_drafts)
     return SimulatedDrafter(drafter, rates, model.vocab_size, model.device) if rates else drafter
 
 
 def draft_graphs(num_speculative_tokens: int, model: ShardedModel, max_num_seqs: int, longest: int) -> list[GraphMaker]:
-    """Return the makers of a trained module's graphs: of its steps over tokens, and over its own drafts.
+    """Return the makers of a trained module's graphs.
 
     Args:
         longest: Tokens of the longest sequence.
     """
-    num_reqs = min(max_num_seqs, MAX_DRAFT_ROWS // (1 + num_speculative_tokens))
-    drafts = model.drafts
-    assert drafts is not None
-    row = drafts.rows(torch.zeros(1, dtype=torch.int64, device=model.device))[0]
-    hidden_state = torch.zeros_like(drafts.module.project(drafts.hidden_rows[:1])[0])
-    sizes = longest, num_reqs
-    return [
-        GraphMaker.decodes("drafts", model, drafts.predict, torch.zeros_like(row), *sizes, 1 + num_speculative_tokens),
-        GraphMaker.decodes("drafts", model, drafts.draft, hidden_state, *sizes, num_speculative_tokens),
-    ]
+    assert model.drafts is not None
+    makers = []
+    for each in model.drafts.graph_steps(num_speculative_tokens):
+        num_reqs = min(max_num_seqs, MAX_DRAFT_ROWS // max(1 + num_speculative_tokens, each.query_len))
+        sizes = longest, num_reqs, each.query_len, each.num_past
+        makers.append(GraphMaker.decodes("drafts", model, each.step, each.input_like, *sizes))
+    return makers

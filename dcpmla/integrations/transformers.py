@@ -19,7 +19,6 @@ from dcpmla.config import DCPConfig
 from dcpmla.hf_quantization import scale_blocks
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.config_checks import check_generation_config
-from dcpmla.integrations.draft_model import DraftModel
 from dcpmla.integrations.dummy import dummy_weights
 from dcpmla.integrations.eagle3 import Eagle3Files
 from dcpmla.integrations.eagle3_loading import load_eagle3
@@ -59,7 +58,7 @@ def load_model(
         enable_expert_parallel: Whether each rank holds its share of the experts whole, not a slice of every one.
         load_format: Source of weights: "auto" reads the checkpoint, "dummy" needs none and draws random ones.
         expert_dtype: Format of experts: "auto" leaves them as stored, "fp8" re-encodes 4-bit ones without rounding.
-        with_mtp: Whether to load the MTP module, too (`Family.check_mtp`).
+        with_mtp: Whether to load the checkpoint's own module that drafts, too (`Family.check_mtp`, `check_dspark`).
         eagle3: EAGLE3 head to load, too, which fits the model; None without.
     Raises:
         ValueError: Sizes do not divide, tensors are missing or have another shape, or the generation config is broken.
@@ -97,8 +96,7 @@ def load_model(
     parts = Parts(model, weights, shapes, placement, *formats, family.routing, glus, attention, reduce, eps, directory)
     num_mtp_layers = config.num_hidden_layers - num_layers
     decoder = family.load_decoder(parts, len(model.model.layers) - num_mtp_layers)
-    mtp = family.load_mtp(parts, mtp_block, decoder.embedding) if with_mtp else None
-    parts.warn_of_missing_scales()
+    num_main = parts.num_layers
     loaded = ShardedModel(
         decoder,
         parts.head(),
@@ -108,9 +106,11 @@ def load_model(
         reduce,
         _eos_token_ids(directory, config),
     )
-    if mtp is not None:
-        prepare = partial(attention.prepare, rotary=loaded.angles, dtype=dtype, layers=(attention.num_layers - 1,))
-        loaded.drafts = DraftModel(mtp, [decoder], loaded.head, prepare)
+    if with_mtp:
+        layers = range(num_main, attention.num_layers)
+        prepare = partial(attention.prepare, rotary=loaded.angles, dtype=dtype, layers=layers)
+        loaded.drafts = family.load_drafts(parts, mtp_block, decoder, loaded.head, prepare)
+    parts.warn_of_missing_scales()
     if eagle3 is not None:
         loaded.drafts = load_eagle3(eagle3, loaded, reduce, load_format)
     if dcp.deterministic:

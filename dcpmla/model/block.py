@@ -205,7 +205,10 @@ class VocabHead(nn.Module):
         """Return the token with the highest logit for each row of x [n, hidden], the lowest id among ties, [n] int64.
         Each rank sends its best logit alone, without a softcap, which keeps the order. Collective.
         """
-        logits: Tensor = self.linear(x)
+        return self.best_of(self.linear(x))
+
+    def best_of(self, logits: Tensor) -> Tensor:
+        """Return `best` of the logits of this rank's part of the vocabulary [n, rows]. Collective."""
         values, tokens = logits.max(-1)
         if logits.shape[1] == self.vocab_size:
             return tokens

@@ -1,7 +1,9 @@
 """The decoder of DeepSeek-V4, V4.1, HY V4 and GLM-5-Next, blocks over several streams, and DeepSeek-V4's MTP module."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from dcpmla.attention.spec import AttentionLayer
@@ -26,7 +28,7 @@ class StreamBlock(nn.Module):
         layer: Number of the layer in the cache.
         connections: Connections before attention and before the MLP.
         reduce: Sums over the TP group.
-        memory: Memory of n-grams, which is added to the streams before attention; None without.
+        memory: Memory of n-grams, which is added to the streams before attention (`recall`); None without.
     """
 
     def __init__(
@@ -43,30 +45,46 @@ class StreamBlock(nn.Module):
         self.to_attention, self.to_mlp = connections
         self.memory = memory
 
+    def recall(self, streams: Streams, hashes: Tensor | None) -> Streams:
+        """Return the streams with the memory added, if there is one.
+
+        Args:
+            hashes: [L, T, C] int32 (`NgramHash`); None without memories.
+        """
+        if self.memory is None:
+            return streams
+        assert hashes is not None
+        recalled: Streams = self.memory(streams, hashes)
+        return recalled
+
     def forward(
-        self,
-        streams: Streams,
-        token_ids: Tensor | None,
-        cache: Cache | None,
-        step: StepMetadata | None,
-        hashes: Tensor | None = None,
+        self, streams: Streams, token_ids: Tensor | None, cache: Cache | None, step: StepMetadata | None
     ) -> Streams:
         """Run one step of a batch. Collective over the TP group.
 
         Args:
             token_ids: [T] int64, for gates that read them.
             cache: Cache of the model; None, like step, where memory is measured.
-            hashes: [L, T, C] int32 (`NgramHash`), for the memory.
         """
-        if self.memory is not None:
-            assert hashes is not None
-            streams = self.memory(streams, hashes)
         x, streams = self.to_attention(streams, self.attention.takes_quantized)
         attended = self.attention.partial(x, None if cache is None else cache[self.layer], step)
         streams = streams._replace(out=self.reduce.all_reduce(attended))
         x, streams = self.to_mlp(streams, self.mlp.takes_quantized)
         added = self.mlp(x, token_ids) if isinstance(self.mlp, MoE) else self.mlp(x)
         return streams._replace(out=self.reduce.all_reduce(added))
+
+
+class StreamTap(NamedTuple):
+    """What a module that drafts takes of a decoder's streams, in every step.
+
+    Attributes:
+        layers: Ascending numbers of layers whose inputs it takes, after their memories; the number of all layers stands
+            for the output of the last.
+        take: Function of the means of the streams there, side by side [T, n hidden], of a cache and a step.
+    """
+
+    layers: tuple[int, ...]
+    take: Callable[[Tensor, Cache | None, StepMetadata | None], None]
 
 
 class StreamDecoder(nn.Module):
@@ -79,7 +97,11 @@ class StreamDecoder(nn.Module):
         collapses: Whether the hidden states are collapsed already, as HY V4's MTP module takes them; always with a
             `DelayedCollapse`, whose weights come from the last layer.
         ngrams: Hashes for the blocks' memories; None without.
+    Attributes:
+        tap: What a module that drafts takes of the streams; None without, as at first.
     """
+
+    tap: StreamTap | None = None
 
     def __init__(
         self,
@@ -102,8 +124,17 @@ class StreamDecoder(nn.Module):
         embedded = nn.functional.embedding(token_ids, self.embedding)
         streams = Streams(embedded[:, None].repeat(1, self.num_streams, 1))
         hashes = None if self.ngrams is None else self.ngrams(token_ids, step, cache)
-        for block in self.blocks:
-            streams = block(streams, token_ids, cache, step, hashes)
+        tapped, means = () if self.tap is None else self.tap.layers, list[Tensor]()
+        block: Any
+        for number, block in enumerate(self.blocks):
+            streams = block.recall(streams, hashes)
+            if number in tapped:
+                means.append(finish(streams).mean(1))
+            streams = block(streams, token_ids, cache, step)
+        if len(self.blocks) in tapped:
+            means.append(finish(streams).mean(1))
+        if self.tap is not None:
+            self.tap.take(torch.cat(means, -1), cache, step)
         return plain(self.to_head(streams)[0]) if self.collapses else finish(streams).flatten(1)
 
     def collapse(self, hidden_states: Tensor) -> Tensor:

@@ -4,8 +4,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from dcpmla.parallel.collectives import named
+from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.runtime.acceptance import Compared
 from dcpmla.runtime.request import Request
 
@@ -96,3 +99,13 @@ class Drafter:
 
     def close(self) -> None:
         """Free the drafter's memory."""
+
+
+def agree_on_drafts(token_ids: Tensor, mesh: DCPMesh) -> Tensor:
+    """Return the first rank's drafts of a module, which other ranks may have rounded elsewise. Collective over the TP
+    group.
+    """
+    if mesh.tp_size > 1:
+        with named("agreeing on drafts", mesh.tp_group):
+            dist.broadcast(token_ids, group=mesh.tp_group, group_src=0)
+    return token_ids

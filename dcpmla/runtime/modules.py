@@ -5,15 +5,13 @@ from typing import Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.layers import Cache
-from dcpmla.parallel.collectives import named
 from dcpmla.parallel.mesh import DCPMesh
-from dcpmla.runtime.drafts import Drafter, Drafts
+from dcpmla.runtime.drafts import Drafter, Drafts, agree_on_drafts
 from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.in_flight import InFlightStep
 from dcpmla.runtime.request import Request
@@ -74,10 +72,7 @@ class ModuleDrafter(Drafter):
         first = hidden_states.index_select(0, newest.index_select(0, places))
         num_rejected = previous.num_rejected([each for each, _ in drafting]) if previous.is_under_way else None
         token_ids = self._chain.run(first, _requests_of(drafting), num_rejected=num_rejected)
-        if self._mesh.tp_size > 1:
-            with named("agreeing on drafts", self._mesh.tp_group):
-                dist.broadcast(token_ids, group=self._mesh.tp_group, group_src=0)
-        return Drafts(nums, token_ids)
+        return Drafts(nums, agree_on_drafts(token_ids, self._mesh))
 
     def follow(self, by: StepGraph | StepMetadata) -> None:
         """Run the module over a step (`Drafter.follow`)."""

@@ -8,17 +8,19 @@ from dcpmla.attention.layers.compressed.spec import compressed_stack
 from dcpmla.attention.stack import Stack
 from dcpmla.fields import EVEN_SIZE, only
 from dcpmla.integrations.families.deepseek_v4_config import check_compressed, compressed_config
-from dcpmla.integrations.families.family import NO_MTP, Family
+from dcpmla.integrations.families.dspark import DSPARK_NAMES, DSPARK_RULES, DSparkFamily
+from dcpmla.integrations.families.family import NO_MTP
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.families.streams import load_stream_mtp, load_streams
-from dcpmla.integrations.parts import Shapes
 
 _RULES = {
     **dict.fromkeys(("num_key_value_heads", "n_shared_experts"), only(1)),
     "attention_bias": only(False),
     "index_head_dim": EVEN_SIZE,
+    **DSPARK_RULES,
 }
 V4_NAMES = (  # published names of tensors
+    *DSPARK_NAMES,
     (r"^embed\.", "model.embed_tokens."),
     (r"^head\.", "lm_head."),
     (r"^norm\.", "model.norm."),
@@ -45,18 +47,18 @@ V4_NAMES = (  # published names of tensors
     (r"\.wkv\.", ".kv_proj."),
     (r"\.w([qo])_([ab])\.", r".\1_\2_proj."),
 )
-_MTP_NAMES = ((r"^mtp\.0\.norm\.", "mtp.0.shared_head.norm."), (r"^mtp\.0\.", "layers.{mtp}."))
 _WINDOW = (0, "sliding_attention")  # entries of compress_ratios and of layer_types
 
 
 @dataclass(frozen=True)
-class _DeepseekV4(Family):
-    """DeepSeek-V4, whose MTP module has a window alone and a router of its own."""
+class _DeepseekV4(DSparkFamily):
+    """DeepSeek-V4, whose MTP or DSpark module has a window alone and a router of its own."""
 
     def complete(self, config: Any, raw: Mapping[str, Any]) -> None:
-        """Add the MTP module's entry as mtp_attention."""
+        """Add the module's entries as mtp_attention and module_ratios."""
         name = "compress_ratios" if raw.get("layer_types") is None else "layer_types"
-        config.mtp_attention = {name: (raw.get(name) or [])[config.num_hidden_layers :][:1]}
+        config.module_ratios = (raw.get(name) or [])[config.num_hidden_layers :]
+        config.mtp_attention = {name: config.module_ratios[:1]}
 
     def translate(self, raw: dict[str, Any]) -> dict[str, Any]:
         """Return the fields, whose two fields for the width of the rotary embedding agree."""
@@ -72,7 +74,7 @@ class _DeepseekV4(Family):
 
     def attention(self, config: Any, has_mtp: bool = False) -> Stack:
         """Return the attention of all layers."""
-        return compressed_stack(compressed_config(config))
+        return compressed_stack(self.with_block(compressed_config(config), config))
 
     def check_mtp(self, config: Any) -> None:
         """Raise ValueError for a model without an MTP module, or with one that compresses."""
@@ -84,14 +86,6 @@ class _DeepseekV4(Family):
                     f"for the MTP layer; it must be one of {_WINDOW}, a window alone: {NO_MTP}"
                 )
 
-    def mtp_shapes(self, config: Any, block: str, of_model: Shapes) -> Shapes:
-        """Return the shapes of the MTP module's weights that are in no decoder layer of transformers' model."""
-        num = config.hc_mult
-        collapse = {"fn": (num, num * config.hidden_size), "base": (num,), "scale": (1,)}
-        return super().mtp_shapes(config, block, of_model) | {
-            f"{block}.hc_head_{part}": shape for part, shape in collapse.items()
-        }
-
 
 DEEPSEEK_V4 = _DeepseekV4(
     "DeepseekV4",
@@ -102,5 +96,5 @@ DEEPSEEK_V4 = _DeepseekV4(
     rules=_RULES,
     mtp_layer={"layer_types": "sliding_attention", "mlp_layer_types": "moe"},
     mtp_projections=("e_proj", "h_proj"),
-    names=(*_MTP_NAMES, *V4_NAMES),
+    names=V4_NAMES,
 )

@@ -5,6 +5,7 @@ transformers has no such model; its model of DeepSeek-V4, with the weights of V4
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -16,12 +17,11 @@ from dcpmla.fields import EVEN_SIZE, FLAG, SIZE, either, list_of, one_of, only, 
 from dcpmla.integrations.config_checks import check_lengths
 from dcpmla.integrations.families.deepseek_v4 import V4_NAMES
 from dcpmla.integrations.families.deepseek_v4_config import check_compressed, compressed_config
-from dcpmla.integrations.families.family import Family
+from dcpmla.integrations.families.dspark import DSPARK_RULES, DSparkFamily
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.families.streams import load_streams, mixing_constants
 from dcpmla.integrations.ngrams import NgramSizes, add_memories, load_memories
 from dcpmla.integrations.parts import Parts
-from dcpmla.model.mixing import Constants
 from dcpmla.model.stream_decoder import StreamDecoder
 from dcpmla.model.streams import DelayedCollapse
 
@@ -50,16 +50,18 @@ _RAW_RULES = {
     **dict.fromkeys(_BLOCKS, SIZE),
     "index_head_dim": EVEN_SIZE,
     "engram_layer_ids": optional(_LAYERS),
+    **DSPARK_RULES,
 }
 
 
 @dataclass(frozen=True)
-class _DeepseekV41(Family):
+class _DeepseekV41(DSparkFamily):
     """DeepSeek-V4.1's text model."""
 
     def complete(self, config: Any, raw: Mapping[str, Any]) -> None:
-        """Name the model type in transformers' config of DeepSeek-V4."""
+        """Name the model type in transformers' config of DeepSeek-V4, and add the DSpark module's ratios."""
         config.model_type = _MODEL_TYPE
+        config.module_ratios = config.entry_ratios[config.num_hidden_layers :]
 
     def translate(self, raw: dict[str, Any]) -> dict[str, Any]:
         """Return the fields for layers with windows alone, because transformers refuses these ratios."""
@@ -69,13 +71,16 @@ class _DeepseekV41(Family):
 
     def attention(self, config: Any, has_mtp: bool = False) -> Stack:
         """Return the attention of all layers."""
-        return compressed_stack(_shared_config(config), bool(getattr(config, "engram_layer_ids", None)))
+        geometry = self.with_block(_shared_config(config), config)
+        return compressed_stack(geometry, bool(getattr(config, "engram_layer_ids", None)))
 
     def extend(self, model: Any) -> None:
         """Add the weights of entries, indexers and memories; the head has no hyper-connection."""
+        super().extend(model)
         del model.model.hc_head
         config = model.config
-        for layer, kind in zip(model.model.layers, _shared_config(config).layer_kinds, strict=True):
+        kinds = self.with_block(_shared_config(config), config).layer_kinds
+        for layer, kind in zip(model.model.layers, kinds, strict=True):
             compressor, writes = nn.Module(), kind.ratio > 0 and kind.writes
             if writes:
                 for name in ("kv", "gate")[: kind.ratio]:
@@ -121,7 +126,8 @@ def _shared_config(config: Any) -> CompressedConfig:
     blocks = None
     if _has_candidates(config):
         blocks = CandidateConfig(config.candidate_topk_blocks, config.candidate_block_size)
-    kinds = tuple(_kind(config, layer) for layer in range(config.num_hidden_layers))
+    num_layers = getattr(config, "num_main_layers", config.num_hidden_layers)
+    kinds = tuple(_kind(config, layer) for layer in range(num_layers))
     geometry = replace(compressed_config(config), layer_kinds=kinds)
     return replace(geometry, norms_queries=False, has_entry_keys=True, candidates=blocks)
 
@@ -195,12 +201,8 @@ def _check_candidates(config: Any) -> None:
         )
 
 
-def _constants(config: Any) -> Constants:
-    return mixing_constants(config)._replace(delays=True)
-
-
 def _load_decoder(parts: Parts, num_layers: int) -> StreamDecoder:
-    decoder = load_streams(parts, num_layers, _constants, DelayedCollapse, collapses=True)
+    decoder = load_streams(parts, num_layers, partial(mixing_constants, delays=True), DelayedCollapse, collapses=True)
     if getattr(parts.model.config, "engram_layer_ids", None):
         load_memories(parts, decoder)
     return decoder
@@ -213,5 +215,7 @@ DEEPSEEK_V41 = _DeepseekV41(
     _load_decoder,
     rules=_RAW_RULES,
     names=(*V4_NAMES, *_INDEXER_NAMES),
-    no_mtp=f"; the drafts of {_MODEL_TYPE} come from a DSpark module, which is not computed",
+    mtp_layer={"layer_types": "sliding_attention", "mlp_layer_types": "moe"},
+    no_mtp=f"; the drafts of {_MODEL_TYPE} come from a DSpark module, take dspark",
+    delays=True,
 )

@@ -18,10 +18,11 @@ from dcpmla.config import MLAConfig
 from dcpmla.fields import Rule
 from dcpmla.hf_quantization import has_quantized_weights
 from dcpmla.integrations.config_checks import check_mla, check_model, check_raw_config
-from dcpmla.integrations.draft_model import DraftModule
+from dcpmla.integrations.draft_model import DraftModel, DraftModule, Prepare, TrainedDrafts
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.parts import Parts, Shapes, load_decoder, load_mtp
 from dcpmla.integrations.sharded_model import DecoderModule
+from dcpmla.model.block import VocabHead
 from dcpmla.model.glu import Glu, LayerGlus
 
 # eps of the norms of both latents. Whatever a config's rms_norm_eps is (it holds for the other norms), the modeling
@@ -209,6 +210,13 @@ class Family:
                 f"speculative_method (--speculative-method) is 'mtp', but the model's config has {modules}: {NO_MTP}"
             )
 
+    def check_dspark(self, config: Any, num_drafts: int) -> None:
+        """Raise ValueError for a model without a DSpark module of num_drafts drafts that this package computes."""
+        raise ValueError(
+            f"speculative_method (--speculative-method) is 'dspark', but {config.model_type} has no DSpark module that "
+            "is computed (dspark_block_size in the config of DeepSeek-V4 and V4.1): leave it out, or take ngram"
+        )
+
     def with_mtp_layer(self, config: Any) -> Any:
         """Return a config with the MTP module's decoder layer after the others, `num_main_layers`."""
         config = copy.deepcopy(config)
@@ -219,6 +227,18 @@ class Family:
                 setattr(config, name, [*own, self.mtp_layer.get(name, own[-1])])
         config.num_hidden_layers += 1
         return config
+
+    def load_drafts(
+        self, parts: Parts, block: str, decoder: DecoderModule, head: VocabHead, prepare: Prepare
+    ) -> TrainedDrafts:
+        """Load the checkpoint's own module over a decoder.
+
+        Args:
+            block: Name of the module's first block, a layer after the model's.
+            head: Head of the model.
+            prepare: Function that returns a step with what the module's layers need.
+        """
+        return DraftModel(self.load_mtp(parts, block, decoder.embedding), [decoder], head, prepare)
 
     def mtp_shapes(self, config: Any, block: str, of_model: Shapes) -> Shapes:
         """Return the shapes of the MTP module's weights that are in no decoder layer of transformers' model.

@@ -11,9 +11,9 @@ from dcpmla.model.stream_decoder import StreamBlock, StreamDecoder, StreamMtpLay
 from dcpmla.model.streams import Connection, DelayedCollapse, StreamMean
 
 
-def mixing_constants(config: Any) -> Constants:
-    """Return the constants of DeepSeek-V4's hyper-connections."""
-    return Constants(config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters)
+def mixing_constants(config: Any, delays: bool = False) -> Constants:
+    """Return the constants of DeepSeek-V4's hyper-connections, or of V4.1's, which are delayed."""
+    return Constants(config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters)._replace(delays=delays)
 
 
 def load_streams(

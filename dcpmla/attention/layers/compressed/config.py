@@ -22,6 +22,8 @@ class LayerKind(NamedTuple):
         reuses: Whether the layer attends to the selection of the latest indexer, without one of its own.
         candidates: "source" for an indexer that also chooses candidate blocks, "within" for a later one, which selects
             among these blocks, else empty (`CandidateConfig`).
+        block: Number of tokens of a block of drafts, which all see the window before the block and the whole block
+            (DSpark); 0 for a layer whose tokens see those up to themselves.
     """
 
     ratio: int
@@ -29,11 +31,17 @@ class LayerKind(NamedTuple):
     writes: bool = True
     reuses: bool = False
     candidates: str = ""
+    block: int = 0
 
     @property
     def selects(self) -> bool:
         """Return whether tokens attend to selected entries."""
         return self.has_indexer or self.reuses
+
+    @property
+    def seen(self) -> tuple[int, int]:
+        """What the rows depend on that tokens see without a selection: ratio and block."""
+        return self.ratio, self.block
 
     @property
     def label(self) -> str:
@@ -43,15 +51,15 @@ class LayerKind(NamedTuple):
 
 WINDOW_ONLY = LayerKind(0, False)
 _KINDS = Rule(
-    "LayerKinds of a ratio of at least 2, of 1 with a selection, or of 0 without an indexer",
-    lambda value: (
-        isinstance(value, tuple)
-        and value != ()
-        and all(
-            isinstance(kind, LayerKind) and (kind.ratio >= 2 - kind.selects or kind == WINDOW_ONLY) for kind in value
-        )
-    ),
+    "LayerKinds of a ratio of at least 2, of 1 with a selection, or of 0 without an indexer, and blocks of these alone",
+    lambda value: isinstance(value, tuple) and value != () and all(map(_is_kind, value)),
 )
+
+
+def _is_kind(value: object) -> bool:
+    if not isinstance(value, LayerKind) or value.block < 0:
+        return False
+    return value._replace(block=0) == WINDOW_ONLY or (value.ratio >= 2 - value.selects and not value.block)
 
 
 class CandidateConfig(NamedTuple):
@@ -162,6 +170,11 @@ class CompressedConfig:
         """
         sizes = [len(group) for first, group in self.row_groups.items() if self.layer_kinds[first].ratio == ratio]
         return max([1, *sizes])
+
+    @property
+    def draft_block(self) -> int:
+        """Number of tokens of a block of drafts; 0 if no layer drafts."""
+        return max(kind.block for kind in self.layer_kinds)
 
     def num_halves(self, kind: LayerKind) -> int:
         """Return how many entries a token is pooled into: two if entries overlap, else one."""

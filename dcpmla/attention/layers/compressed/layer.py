@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dcpmla.attention.backends.calls import DecodeCall
 from dcpmla.attention.layers.compressed.calls import WindowWrite
-from dcpmla.attention.layers.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
+from dcpmla.attention.layers.compressed.config import CompressedConfig, LayerKind
 from dcpmla.attention.layers.compressed.fork import fork
 from dcpmla.attention.layers.compressed.prefill import attend_prefill, touch_prefill_memory
 from dcpmla.attention.layers.compressed.projections import norm_rope_window
@@ -58,7 +58,7 @@ class CompressedAttention(CompressedWeights):
         super().__init__(config, kind, placement)
         self.ring, self.cache_dtype = ring, placement.cache_dtype
         # Every rank has all windows, so its own heads attend to them without an exchange.
-        self.exchange = LocalExchange() if kind == WINDOW_ONLY else placement.exchange
+        self.exchange = placement.exchange if kind.ratio else LocalExchange()
         ranks = placement.dcp, placement.mesh.dcp_rank, placement.exchange
         self.selector = TokenSelector(config.indexer, *ranks) if kind.has_indexer else None
 
@@ -117,13 +117,7 @@ class CompressedAttention(CompressedWeights):
         if context is not None:
             window = read_rows(cache.latents, context.window_slots[self.ring], self.config.head_dim, self.dtype)
         down = self.down_project(hidden_states[: step.num_tokens])
-        norms = self.q_norm, self.kv_norm, self.config.rms_norm_eps
-        requests = compressed.positions, compressed.request, compressed.seq_lens, compressed.states[self.ring]
-        options = compressed.plan.ring_rows, self.q_b_proj.takes_quantized
-        latents, rows, *codes = norm_rope_window(
-            WindowWrite(down[0], cache.latents, *norms, cos_sin, *requests, *options)
-        )
-        q_c = NormedRows.join(latents, *codes)
+        q_c, rows = self._write_window(down[0], cache, compressed)
         has_entry_keys = self.config.has_entry_keys
         if has_entry_keys:
             self._write_entries(down, compressed, cache)
@@ -149,6 +143,32 @@ class CompressedAttention(CompressedWeights):
             parts += attend_prefill(q, new, cache.latents, compressed, self.kind, chosen, self.exchange, self.dcp)
         out, lse = (torch.cat(part) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))
         return self.finish(out, lse, cos_sin, len(hidden_states))
+
+    def inject(self, rows: Tensor, cache: LayerCache, step: StepMetadata) -> None:
+        """Write the windows of a step's tokens, without attention, from rows [T, hidden] in place of hidden states: the
+        context of a block of drafts (DSpark).
+
+        Raises:
+            ValueError: Same cases as `forward`.
+        """
+        cache, compressed, _ = self._check(rows, cache, step)
+        begin_attention(cache.loads, cache.starts)
+        self._write_window(self.down_project(rows[: step.num_tokens])[0], cache, compressed)
+
+    def _write_window(
+        self, down: Tensor, cache: LayerCache, compressed: CompressedMetadata
+    ) -> tuple[PlainRows, Tensor]:
+        """Write the windows of tokens, and return their query latents [T, Lq] after the norm and their rows [T, D].
+
+        Args:
+            down: Query latents and rows side by side, before their norms [T, Lq + D].
+        """
+        norms = self.q_norm, self.kv_norm, self.config.rms_norm_eps
+        requests = compressed.positions, compressed.request, compressed.seq_lens, compressed.states[self.ring]
+        options = compressed.plan.ring_rows, self.q_b_proj.takes_quantized
+        angles = compressed.angles[self.kind.ratio > 0]
+        latents, rows, *codes = norm_rope_window(WindowWrite(down, cache.latents, *norms, angles, *requests, *options))
+        return NormedRows.join(latents, *codes), rows
 
     def _write_entries(self, down: tuple[Tensor, ...], step: CompressedMetadata, cache: LayerCache) -> None:
         """Pool tokens into entries, and write them; write also the index keys that are projected from entries
@@ -268,7 +288,7 @@ class CompressedAttention(CompressedWeights):
     ) -> tuple[Tensor, Tensor]:
         """Return attention of decode tokens over all ranks' rows: out [T, h, D], lse [T, h]. Collective."""
         if selection is None:
-            slots, num_slots = (part[self.ring] for part in compressed.decode_rows[self.kind.ratio])
+            slots, num_slots = (part[self.ring] for part in compressed.decode_rows[self.kind.seen])
         else:
             slots, num_slots = compressed.decode_slots(selection, len(q), self.ring), selection.num_slots[: len(q)]
         q = q if self.q_is_replicated else self.exchange.gather_heads(q)

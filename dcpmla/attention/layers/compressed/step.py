@@ -81,8 +81,8 @@ class CompressedMetadata:
             `with_angles`.
         entries: Entries by ratio; empty before `with_angles`.
         parts: Parts that the compressors pool, in order; empty before `with_angles`.
-        decode_rows: Results of `visible_rows` for decodes in layers without selection, by ratio; empty before
-            `with_angles`.
+        decode_rows: Results of `visible_rows` for decodes in layers without selection, by `LayerKind.seen`; empty
+            before `with_angles`.
         selection: Memory for the entries that layers with an indexer select; None if they select nothing.
         windows: Windows of decodes in layers that share rows and select; None without such layers.
         candidates: Memory for candidate blocks [T, num_blocks] int32, -1 after the last; None while all blocks are.
@@ -101,7 +101,7 @@ class CompressedMetadata:
     angles: dict[bool, Tensor] = field(default_factory=dict)
     entries: dict[int, Entries] = field(default_factory=dict)
     parts: tuple[PoolUpdate, ...] = ()
-    decode_rows: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    decode_rows: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
     selection: SelectedTokens | None = None
     windows: RingWindows | None = None
     candidates: Tensor | None = None
@@ -138,7 +138,9 @@ class CompressedMetadata:
         """Return the block table in blocks of a layer's rows (`Entries.block_table`)."""
         return self.block_table + self.plan.first_entry_block(ratio)
 
-    def visible_rows(self, tokens: slice, ratio: int, owner: Owner, num_rings: int = 1) -> tuple[Tensor, Tensor]:
+    def visible_rows(
+        self, tokens: slice, ratio: int, owner: Owner, num_rings: int = 1, block: int = 0
+    ) -> tuple[Tensor, Tensor]:
         """Return the rows that some tokens attend to without selection: a rank's rows of their windows and of all
         entries that they see.
 
@@ -146,13 +148,17 @@ class CompressedMetadata:
             ratio: Ratio of the layer; 0 for windows alone.
             owner: This rank, among the ranks that share the rows.
             num_rings: Number of layers that share the layer's rows (`visible_in_rings`).
+            block: Number of a request's last tokens that see each other and the window before them (`LayerKind`).
         Returns:
             Rows of each layer [num_rings, n, N] int32, arbitrary after the last; their number [num_rings, n] int32.
         """
         per_block = self.plan.entries_per_block(ratio) if ratio else 1
         table = self.entry_table(ratio) if ratio else self.block_table
-        sizes = ratio, per_block, self.plan.config.sliding_window, self.plan.ring_rows
-        call = VisibleTokens(self.positions[tokens], self.request[tokens], self.states[0], table, *sizes, owner)
+        sizes = ratio, per_block, self.plan.config.sliding_window + block, self.plan.ring_rows
+        positions, request = self.positions[tokens], self.request[tokens]
+        if block:  # Every token sees what the block's last one does.
+            positions = (self.seq_lens - 1).clamp(min=0)[request].long()
+        call = VisibleTokens(positions, request, self.states[0], table, *sizes, owner)
         if num_rings > 1:
             return visible_in_rings(call._replace(states=self.states[:num_rings]))
         rows, num = visible_rows(call)
@@ -200,7 +206,7 @@ def with_angles(
     positions, num_decodes = step.tokens.positions, step.num_decode_tokens
     decodes = slice(0, num_decodes)
     selecting = {kind.ratio for kind in kinds if selects(compressed, kind)}
-    seen = {kind.ratio for kind in kinds if num_decodes and not selects(compressed, kind)}
+    seen = {kind.seen for kind in kinds if num_decodes and not selects(compressed, kind)}
     ratios = {kind.ratio: None for kind in kinds if kind.ratio}
     angles, entries = {False: rotary(positions, False)}, {}
     if ratios:
@@ -219,8 +225,10 @@ def with_angles(
             parts=pool_updates(step, positions) if entries else (),
             # Every rank reads all of a window without entries, so such layers exchange nothing.
             decode_rows={
-                ratio: compressed.visible_rows(decodes, ratio, owner, config.num_rings(ratio))
-                for ratio, owner in ((ratio, compressed.owner if ratio else Owner()) for ratio in seen)
+                (ratio, block): compressed.visible_rows(
+                    decodes, ratio, compressed.owner if ratio else Owner(), config.num_rings(ratio), block
+                )
+                for ratio, block in seen
             },
             selection=selection,
             windows=windows,

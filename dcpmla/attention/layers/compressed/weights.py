@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dcpmla.attention.layers.compressed.config import WINDOW_ONLY, CompressedConfig, LayerKind
+from dcpmla.attention.layers.compressed.config import CompressedConfig, LayerKind
 from dcpmla.attention.layers.compressed.projections import GROUP, norm_rope_query_, unrope_heads
 from dcpmla.attention.mla.weights import HeldHeads
 from dcpmla.attention.placement import Placement
@@ -92,7 +92,7 @@ class CompressedWeights(nn.Module):
         config.check_layout(dcp)
         self.config, self.kind, self.dcp, self.mesh, self.dtype = config, kind, dcp, mesh, placement.dtype
         self.num_heads = config.heads_per_rank(mesh.tp_size)
-        self.q_is_replicated = dcp.dcp_q_replicate and kind != WINDOW_ONLY
+        self.q_is_replicated = dcp.dcp_q_replicate and kind.ratio > 0
         self.q_heads = HeldHeads.of(mesh, self.num_heads, self.q_is_replicated)
         self.num_groups = config.o_groups // mesh.tp_size
         self.low_width = self.num_groups * config.o_lora_rank
