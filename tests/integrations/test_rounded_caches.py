@@ -82,7 +82,7 @@ def test_the_rows_that_a_model_rounds(family: str, tmp_path: Path, monkeypatch: 
         module, name = modeling_deepseek_v4, "apply_rotary_pos_emb"
     else:
         fields |= {"candidate_topk_blocks": 128}
-        module, name = deepseek_v41, "_rotate"
+        module, name = deepseek_v41, "rotate"
     reference = save_tiny(family, tmp_path, **fields)
     fp8 = dcp_config(2, 2, 2, block_size=8, dcp_comm_backend="a2a", **ROWS)
     results = run_ranks(2, serve_layouts, tmp_path, [fp8, replace(fp8, decode_context_parallel_size=1)], prompts())[0]

@@ -22,6 +22,7 @@ class DeepseekV41:
     def __init__(self, config: dict[str, Any], tensors: dict[str, Tensor], angles: tuple[Tensor, Tensor]) -> None:
         self.config, self.tensors = config, {name: tensor.double() for name, tensor in tensors.items()}
         self.angles, self.eps = angles, config["rms_norm_eps"]
+        self.inputs: dict[int, Tensor] = {}  # means of the streams before each layer, after its memory
         self.entries: dict[int, tuple[Tensor, Tensor]] = {}  # a source's rows and index keys
         self.chosen: dict[int, Tensor] = {}
         self.candidates: Tensor | None = None
@@ -38,6 +39,7 @@ class DeepseekV41:
         for layer in range(self.config["num_hidden_layers"]):
             if layer in hashes:
                 streams = self.add_memory(layer, streams, hashes[layer])
+            self.inputs[layer] = streams.mean(1)
             for part, compute in (("attn", self.attend), ("ffn", self.route)):
                 following, post, comb = self.weights_of(f"layers.{layer}.hc_{part}", streams)
                 x = self.norm((pre[..., None] * streams).sum(1), f"layers.{layer}.{part}_norm")
@@ -85,8 +87,8 @@ class DeepseekV41:
         ratio, position = config["compress_ratios"][layer], torch.arange(num_tokens)
         angles = position[:, None] * self.angles[ratio > 0].double()
         latent = self.norm(self.linear(x, f"{name}.wq_a"), f"{name}.q_norm")
-        q = _rotate(self.linear(latent, f"{name}.wq_b").view(num_tokens, -1, config["head_dim"]), angles[:, None])
-        rows = _rotate(self.norm(self.linear(x, f"{name}.wkv"), f"{name}.kv_norm"), angles)
+        q = rotate(self.linear(latent, f"{name}.wq_b").view(num_tokens, -1, config["head_dim"]), angles[:, None])
+        rows = rotate(self.norm(self.linear(x, f"{name}.wkv"), f"{name}.kv_norm"), angles)
         distance = position[:, None] - position
         is_seen = (distance >= 0) & (distance < config["sliding_window"])
         if ratio:
@@ -97,11 +99,22 @@ class DeepseekV41:
                 self.chosen[layer] = self._choose(layer, x, latent, keys, angles)
             chosen = self.chosen[max(s for s in config["index_source_layer_ids"] if s <= layer)]
             rows, is_seen = torch.cat([rows, entries]), torch.cat([is_seen, chosen], 1)
+        return self.project(name, q, rows, angles[:, None], is_seen)
+
+    def project(self, name: str, q: Tensor, rows: Tensor, angles: Tensor, is_seen: Tensor | None = None) -> Tensor:
+        """Return the output of attention of queries [T, heads, D] to rows [S, D], all of them or those that are seen.
+
+        Args:
+            angles: Angles of the queries [T, 1, R / 2].
+            is_seen: [T, S].
+        """
+        config, num_tokens = self.config, len(q)
         scores = torch.einsum("thd,sd->ths", q, rows) * config["head_dim"] ** -0.5
-        scores = scores.masked_fill(~is_seen[:, None], -torch.inf)
+        if is_seen is not None:
+            scores = scores.masked_fill(~is_seen[:, None], -torch.inf)
         sinks = self.tensors[f"{name}.attn_sink"].expand(num_tokens, -1)[..., None]
         out = torch.cat([scores, sinks], 2).softmax(2)[..., :-1] @ rows
-        out = _rotate(out, -angles[:, None]).reshape(num_tokens, config["o_groups"], -1)
+        out = rotate(out, -angles).reshape(num_tokens, config["o_groups"], -1)
         to_latent = self.tensors[f"{name}.wo_a.weight"].unflatten(0, (config["o_groups"], -1))
         return self.linear(torch.einsum("tgd,grd->tgr", out, to_latent).flatten(1), f"{name}.wo_b")
 
@@ -115,13 +128,13 @@ class DeepseekV41:
         latent = self.norm(values.sum(1), f"{name}.compressor.norm")
         keys = self.norm(self.linear(latent, f"{name}.indexer.wk"), f"{name}.indexer.k_norm")
         first = angles[: num * ratio : ratio]
-        return _rotate(latent, first), _rotate(keys, first)
+        return rotate(latent, first), rotate(keys, first)
 
     def _choose(self, layer: int, x: Tensor, latent: Tensor, keys: Tensor, angles: Tensor) -> Tensor:
         """Return whether each token attends to each entry, and note the candidate blocks of their source."""
         config, name, num_tokens = self.config, f"layers.{layer}.attn.indexer", len(x)
         num_heads, width = config["index_n_heads"], config["index_head_dim"]
-        q = _rotate(self.linear(latent, f"{name}.wq_b").view(num_tokens, num_heads, width), angles[:, None])
+        q = rotate(self.linear(latent, f"{name}.wq_b").view(num_tokens, num_heads, width), angles[:, None])
         weights = self.linear(x, f"{name}.weights_proj") * (num_heads * width) ** -0.5
         scores = torch.einsum("thd,sd->ths", q, keys).relu().mul(weights[..., None]).sum(1)
         num_complete = (torch.arange(num_tokens) + 1) // config["compress_ratios"][layer]
@@ -162,7 +175,7 @@ def _largest(scores: Tensor, num: int) -> Tensor:
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, index, True)
 
 
-def _rotate(x: Tensor, angles: Tensor) -> Tensor:
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """Rotate the last columns of x as pairs (2i, 2i + 1) by angles [..., R / 2]."""
     kept, pairs = x.split([x.shape[-1] - 2 * angles.shape[-1], 2 * angles.shape[-1]], -1)
     even, odd, cos, sin = pairs[..., ::2], pairs[..., 1::2], angles.cos(), angles.sin()

@@ -78,8 +78,21 @@ QUANTIZATION = {
     "scale_fmt": "ue8m0",
     "expert_dtype": "fp4",
 }
+NUM_BLOCKS = 3  # of a DSpark module
+DSPARK: dict[str, Any] = {
+    "compress_ratios": [*TEXT["compress_ratios"][:-1], *[0] * NUM_BLOCKS],
+    "num_nextn_predict_layers": NUM_BLOCKS,
+    "dspark_block_size": 5,
+    "dspark_markov_rank": 6,
+    "dspark_noise_token_id": 189,
+    "dspark_target_layer_ids": [3, 6],
+    "dspark_n_routed_experts": 6,
+    "dspark_num_experts_per_tok": 3,
+}
 _IN_FP4 = re.compile(r"\.experts\.")
-_IN_FP8 = re.compile(r"\.attn\.(indexer\.)?w(q_a|q_b|kv|o_a|o_b)\.|\.shared_experts\.|\.engram\.(embed|wkv)\.")
+_IN_FP8 = re.compile(
+    r"\.attn\.(indexer\.)?w(q_a|q_b|kv|o_a|o_b)\.|\.(shared_experts|main_proj)\.|\.engram\.(embed|wkv)\."
+)
 
 
 class Reference:
@@ -101,11 +114,8 @@ def v41_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, vocab, streams = config["hidden_size"], config["vocab_size"], config["hc_mult"]
     yield from (("embed.weight", (vocab, hidden)), ("head.weight", (vocab, hidden)), ("norm.weight", (hidden,)))
     for layer in range(config["num_hidden_layers"]):
-        name, num = f"layers.{layer}", streams * (2 + streams)
-        for part in ("attn", "ffn"):
-            yield from ((f"{name}.{part}_norm.weight", (hidden,)), (f"{name}.hc_{part}_fn", (num, streams * hidden)))
-            yield from ((f"{name}.hc_{part}_base", (num,)), (f"{name}.hc_{part}_scale", (3,)))
-        yield from ((f"{name}.attn.{key}", shape) for key, shape in _attention(config, layer))
+        name = f"layers.{layer}"
+        yield from _block(config, name, layer, config["n_routed_experts"])
         if layer in config["engram_layer_ids"]:
             num_rows = config["engram_num_embeddings"][config["engram_layer_ids"].index(layer)]
             dim = config["engram_head_dim"]
@@ -113,12 +123,28 @@ def v41_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"{name}.engram.embed.weight", (num_rows, dim)
             yield f"{name}.engram.wkv.weight", ((streams + 1) * hidden, num_columns * dim)
             yield from ((f"{name}.engram.{which}_weight", (streams, hidden)) for which in "qk")
-        yield f"{name}.ffn.gate.weight", (config["n_routed_experts"], hidden)
-        yield f"{name}.ffn.gate.bias", (config["n_routed_experts"],)
-        for expert in ("shared_experts", *(f"experts.{number}" for number in range(config["n_routed_experts"]))):
-            size = config["moe_intermediate_size"]
-            yield from ((f"{name}.ffn.{expert}.{side}.weight", (size, hidden)) for side in ("w1", "w3"))
-            yield f"{name}.ffn.{expert}.w2.weight", (hidden, size)
+    if "dspark_block_size" in config:
+        for number in range(NUM_BLOCKS):
+            yield from _block(config, f"mtp.{number}", -1, config["dspark_n_routed_experts"])
+        last, rank = f"mtp.{NUM_BLOCKS - 1}", config["dspark_markov_rank"]
+        yield "mtp.0.main_proj.weight", (hidden, len(config["dspark_target_layer_ids"]) * hidden)
+        yield from (("mtp.0.main_norm.weight", (hidden,)), (f"{last}.norm.weight", (hidden,)))
+        yield from ((f"{last}.markov_head.{part}.weight", (vocab, rank)) for part in ("embed", "head"))
+        yield f"{last}.confidence_head.proj.weight", (1, hidden + rank)
+
+
+def _block(config: dict[str, Any], name: str, layer: int, num_experts: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, streams, size = config["hidden_size"], config["hc_mult"], config["moe_intermediate_size"]
+    num = streams * (2 + streams)
+    for part in ("attn", "ffn"):
+        yield from ((f"{name}.{part}_norm.weight", (hidden,)), (f"{name}.hc_{part}_fn", (num, streams * hidden)))
+        yield from ((f"{name}.hc_{part}_base", (num,)), (f"{name}.hc_{part}_scale", (3,)))
+    yield from ((f"{name}.attn.{key}", shape) for key, shape in _attention(config, layer))
+    yield f"{name}.ffn.gate.weight", (num_experts, hidden)
+    yield f"{name}.ffn.gate.bias", (num_experts,)
+    for expert in ("shared_experts", *(f"experts.{number}" for number in range(num_experts))):
+        yield from ((f"{name}.ffn.{expert}.{side}.weight", (size, hidden)) for side in ("w1", "w3"))
+        yield f"{name}.ffn.{expert}.w2.weight", (hidden, size)
 
 
 def _attention(config: dict[str, Any], layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -167,6 +193,7 @@ def save_v41(directory: Path, is_quantized: bool = False, **changes: Any) -> Ref
         whole["quantization_config"] = QUANTIZATION
     (directory / "config.json").write_text(json.dumps(whole))
     ignored = {name: torch.zeros(4, 4) for name in ("vision.patch_embed.weight", "mtp.0.main_proj.weight")}
+    ignored = {name: tensor for name, tensor in ignored.items() if name not in tensors}
     save_file(stored | ignored, directory / "model.safetensors", metadata={"format": "pt"})
     rotary = build_skeleton(load_config(directory)).model.rotary_emb
     return Reference(DeepseekV41(config, tensors, (rotary.main_inv_freq, rotary.compress_inv_freq)), hashes)
