@@ -60,15 +60,17 @@ class GraphMaker:
         max_model_len: int,
         max_num_seqs: int,
         query_len: int,
-        num_past: int = 0,
+        is_block: bool = False,
     ) -> Self:
-        """Return the maker of graphs of steps with query_len tokens per request (`StepGraph.decodes`)."""
+        """Return the maker of graphs of steps with query_len tokens per request (`StepGraph.decodes`); those of a block
+        may pass the longest sequence.
+        """
 
         def new(cache: Cache, steps: StepBuilder, longest: int) -> StepGraph:
-            sizes = max_num_seqs, longest, query_len
+            sizes = max_num_seqs, longest, query_len, is_block
             return StepGraph.decodes(step, input_like, cache, steps, model.placement.mesh, *sizes)
 
-        return cls(name, new, model, max_model_len, max_num_seqs, query_len - 1, num_past)
+        return cls(name, new, model, max_model_len, max_num_seqs, query_len - 1, query_len * is_block)
 
     def capture(self, cache: Cache, on_step: Callable[[str], object] = lambda line: None) -> StepGraph | None:
         """Capture the graphs over a cache; or return None, and the first rank logs the reason.

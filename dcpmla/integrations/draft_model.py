@@ -24,13 +24,13 @@ class GraphStep(NamedTuple):
     Attributes:
         step, input_like: Arguments of `StepGraph`.
         query_len: Tokens of a request.
-        num_past: Tokens by which a request may pass the longest sequence.
+        is_block: Whether requests always have query_len tokens, which may pass the longest sequence.
     """
 
     step: Step
     input_like: Tensor
     query_len: int
-    num_past: int = 0
+    is_block: bool = False
 
 
 class TrainedDrafts(Protocol):

@@ -56,7 +56,7 @@ class DSparkModel:
     def graph_steps(self, num_drafts: int) -> list[GraphStep]:
         """Return the step whose graphs a drafter runs."""
         token, size = torch.zeros((), dtype=torch.int64, device=self._device), self.module.block_size
-        return [GraphStep(partial(self.draft, num_drafts=num_drafts), token, size, size)]
+        return [GraphStep(partial(self.draft, num_drafts=num_drafts), token, size, is_block=True)]
 
     def new_drafter(self, num_drafts: int, cache: Cache, mesh: DCPMesh, graphs: Sequence[StepGraph]) -> Drafter:
         """Return a drafter over a cache and the graphs of `graph_steps`."""

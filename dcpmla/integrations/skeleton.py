@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from dcpmla.integrations.checkpoint import Checkpoint
-from dcpmla.integrations.families.family import NO_MTP
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.families.table import family_of
 from dcpmla.integrations.parts import Shapes
@@ -59,10 +58,13 @@ def check_shapes(model: Any, checkpoint: Checkpoint, routing: Routing, mtp_shape
     """Raise ValueError for a weight that is missing or of another shape than the model's, and for surplus experts.
 
     Args:
-        mtp_shapes: Shapes of the MTP module's weights that the model lacks; empty without a module.
+        mtp_shapes: Shapes of weights of the checkpoint's own module that the model lacks; empty without a module.
     """
     if missing := mtp_shapes.keys() - checkpoint.names:
-        raise ValueError(f"checkpoint: tensor {min(missing)} of the MTP module is missing: {NO_MTP}")
+        raise ValueError(
+            f"checkpoint: tensor {min(missing)} of the MTP module is missing: leave --speculative-method out, or take "
+            "ngram"
+        )
     num_experts = {prefix: len(experts.down_proj) for prefix, experts in _mixtures(model)}
     zero_experts = getattr(model.config, "zero_expert_num", None) or 0
     for name in checkpoint.names:

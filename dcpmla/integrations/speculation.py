@@ -68,6 +68,6 @@ def draft_graphs(num_speculative_tokens: int, model: ShardedModel, max_num_seqs:
     makers = []
     for each in model.drafts.graph_steps(num_speculative_tokens):
         num_reqs = min(max_num_seqs, MAX_DRAFT_ROWS // max(1 + num_speculative_tokens, each.query_len))
-        sizes = longest, num_reqs, each.query_len, each.num_past
+        sizes = longest, num_reqs, each.query_len, each.is_block
         makers.append(GraphMaker.decodes("drafts", model, each.step, each.input_like, *sizes))
     return makers

@@ -91,7 +91,7 @@ class StreamDecoder(nn.Module):
     """All layers of a model except its head.
 
     Args:
-        embedding: Weight [vocab, hidden].
+        embedding: Weight [vocab, hidden], without a gradient.
         num_streams: Number of streams of the residual, which all begin as the embedding.
         to_head: Collapse of the streams.
         collapses: Whether the hidden states are collapsed already, as HY V4's MTP module takes them; always with a
@@ -105,7 +105,7 @@ class StreamDecoder(nn.Module):
 
     def __init__(
         self,
-        embedding: Tensor,
+        embedding: nn.Parameter,
         blocks: Sequence[StreamBlock],
         num_streams: int,
         to_head: Connection | StreamMean | DelayedCollapse,
@@ -114,7 +114,7 @@ class StreamDecoder(nn.Module):
     ) -> None:
         super().__init__()
         self.ngrams = ngrams
-        self.embedding, self.collapses = nn.Parameter(embedding, requires_grad=False), collapses
+        self.embedding, self.collapses = embedding, collapses
         self.blocks, self.num_streams, self.to_head = nn.ModuleList(blocks), num_streams, to_head
 
     def forward(self, token_ids: Tensor, step: StepMetadata | None, cache: Cache | None) -> Tensor:

@@ -96,6 +96,7 @@ class StepGraph:
         max_num_seqs: int,
         max_model_len: int,
         max_query_len: int = 1,
+        is_block: bool = False,
     ) -> Self:
         """Return the graphs of decode steps, with one token per request, or max_query_len if tokens are drafted.
 
@@ -105,11 +106,12 @@ class StepGraph:
             max_num_seqs: Requests of the largest size.
             max_model_len: Longest sequence, which bounds the block table.
             max_query_len: Tokens of a request with all its drafts; 1 without drafts.
+            is_block: Whether requests always have max_query_len tokens.
         Raises:
             ValueError: max_num_seqs, max_model_len or max_query_len is below 1.
         """
         check_fields({"max_query_len": whole(1)}, {"max_query_len": max_query_len})
-        sizes = decode_sizes(max_num_seqs)
+        sizes = [] if is_block and max_query_len > 1 else decode_sizes(max_num_seqs)
         if max_query_len > 1:
             sizes += decode_sizes(min(max_num_seqs, MAX_DRAFT_ROWS // max_query_len), max_query_len)
         return cls(step, input_like, cache, steps, mesh, sizes, GraphLimits(max_num_seqs, max_model_len))

@@ -23,7 +23,7 @@ from dcpmla.cache.plan import CachePlan
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.eagle3 import open_eagle3
 from dcpmla.integrations.engine_maker import EngineMaker
-from dcpmla.integrations.engine_options import EngineOptions
+from dcpmla.integrations.engine_options import OWN_MODULES, SPECULATIVE_METHODS, EngineOptions
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.model_size import read_model
 from dcpmla.parallel.mesh import DCPMesh, init_mesh
@@ -122,11 +122,11 @@ class RowEngines:
     def __init__(self, row: Row, directory: Path, disk: Path, device: torch.device) -> None:
         self.row, self.directory, self.disk, self.device = row, directory, disk, device
         self.mesh: DCPMesh = init_mesh(row.num_ranks, row.dcp_size)
-        method = next((each for each in ("mtp", "eagle3", "ngram") if row.has(each)), "none")
+        method = next((each for each in SPECULATIVE_METHODS if row.has(each)), "none")
         head = str(directory.with_name("head")) if method == "eagle3" else None
         self.drafts: dict[str, Any] = {"speculative_method": method, "speculative_model": head}
         eagle3 = None if head is None else open_eagle3(head)
-        self.kind = read_model(load_config(directory), method == "mtp", eagle3).attention
+        self.kind = read_model(load_config(directory), method in OWN_MODULES, eagle3).attention
         self.dcp = self._layout()
         self.block_tokens = self._plan(1).block_tokens
         self.sizes = conversation_sizes(row, self.block_tokens)

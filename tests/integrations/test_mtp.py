@@ -26,6 +26,7 @@ from tests.support.oracle import Oracle
 from tests.support.plain_mtp import PlainMtp, plain_module
 from tests.support.plan_cases import CONFIGS
 from tests.support.ranks import message_of, run_ranks
+from tests.support.two_jobs import known_tokens
 from tests.support.whole_models import load_on_rank, poisoned_cache
 
 CPU, NUM_DRAFTS = torch.device("cpu"), 3
@@ -55,13 +56,7 @@ class Recording(ModuleDrafter):
         flat = drafts.token_ids.tolist()
         for (request, _), num in zip(wanted, drafts.nums, strict=True):
             if num:
-                tokens = request.tokens(0, request.num_known_tokens)
-                if request.num_in_flight:
-                    row = previous.rows[request]
-                    num_accepted = 0 if previous.verified is None else int(previous.verified.num_accepted[row])
-                    start = previous.starts[row]
-                    tokens += previous.message.tokens[start : start + 1 + num_accepted].tolist()
-                self.record.append((tokens, flat[:num]))
+                self.record.append((known_tokens(request, previous), flat[:num]))
                 flat = flat[num:]
         return drafts
 

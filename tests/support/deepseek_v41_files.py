@@ -85,7 +85,7 @@ DSPARK: dict[str, Any] = {
     "dspark_block_size": 5,
     "dspark_markov_rank": 6,
     "dspark_noise_token_id": 189,
-    "dspark_target_layer_ids": [3, 6],
+    "dspark_target_layer_ids": [4, 6],
     "dspark_n_routed_experts": 6,
     "dspark_num_experts_per_tok": 3,
 }

@@ -1,4 +1,4 @@
-"""DSpark modules by their published formulas, without a cache: DeepSeek-V4's around transformers' layers in float32, and
+"""DSpark modules by their published formulas, without a cache: DeepSeek-V4's around transformers' layers in float32,
 V4.1's in float64 over the tensors of a checkpoint.
 """
 
@@ -109,9 +109,7 @@ class PlainDSpark:
         """Return the hidden states [1, T, hidden] that take the place of the layers' own for each token."""
         means: list[Tensor] = []
         layers = [self.base.model.layers[number] for number in self.config.dspark_target_layer_ids]
-        hooks = [
-            layer.register_forward_hook(lambda _module, _args, out: means.append(out.mean(2))) for layer in layers
-        ]
+        hooks = [layer.register_forward_hook(lambda _module, _args, out: means.append(out.mean(2))) for layer in layers]
         self.base(torch.tensor([tokens]))
         for hook in hooks:
             hook.remove()

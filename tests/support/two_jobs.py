@@ -162,6 +162,17 @@ def decode(
     return Decoded(answers, engine.stats.num_prefill_tokens, engine.handoffs.received, drafts)
 
 
+def known_tokens(request: Any, previous: Any) -> list[int]:
+    """Return a request's tokens, those under way in the previous step among them."""
+    tokens: list[int] = request.tokens(0, request.num_known_tokens)
+    if request.num_in_flight:
+        row = previous.rows[request]
+        num_accepted = 0 if previous.verified is None else int(previous.verified.num_accepted[row])
+        start = previous.starts[row]
+        tokens += previous.message.tokens[start : start + 1 + num_accepted].tolist()
+    return tokens
+
+
 def record_drafts(drafter: Any) -> list[tuple[list[int], list[int]]]:
     """Let a drafter draft in every step; return a list that grows with its drafts."""
     recorded: list[tuple[list[int], list[int]]] = []
@@ -171,8 +182,8 @@ def record_drafts(drafter: Any) -> list[tuple[list[int], list[int]]]:
         drafts = draft(wanted, previous)
         flat = drafts.token_ids.tolist()
         for (request, _), num in zip(wanted, drafts.nums, strict=False):  # without a drafter there are none
-            if num and not request.num_in_flight:
-                recorded.append((request.tokens(0, request.num_known_tokens), flat[:num]))
+            if num:
+                recorded.append((known_tokens(request, previous), flat[:num]))
             flat = flat[num:]
         return drafts
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from dcpmla.integrations.parts import Parts
 from dcpmla.model.mixing import Constants, Projection
@@ -37,7 +37,8 @@ def load_streams(
         to_head = load_connection(parts, "model.hc_head.hc_", "model.norm.weight", constants)
     else:
         to_head = collapse(parts.values("model.norm.weight"), config.rms_norm_eps).to(parts.placement.device)
-    return StreamDecoder(parts.vector("model.embed_tokens.weight"), blocks, config.hc_mult, to_head, collapses)
+    embedding = nn.Parameter(parts.vector("model.embed_tokens.weight"), requires_grad=False)
+    return StreamDecoder(embedding, blocks, config.hc_mult, to_head, collapses)
 
 
 def load_stream_mtp(parts: Parts, block: str, embedding: Tensor) -> StreamMtpLayer:
