@@ -22,7 +22,7 @@ from dcpmla.planning.parameter import Parameter
 from dcpmla.planning.weights import ModelSize
 
 _STYLES = {  # the last word of a module's name -> the features that ranks divide
-    **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "sinks", "o_a_proj", "lm_head"), "column"),
+    **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "sinks", "o_a_proj", "lm_head", "markov_w2"), "column"),
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "column"),
     **dict.fromkeys(("k_proj", "v_proj", "f_proj", "g_proj", "f_b_proj", "g_b_proj", "b_proj"), "column"),
     **dict.fromkeys(("conv1d", "A_log", "dt_bias"), "column"),
@@ -83,7 +83,7 @@ def _group(model: nn.Module, config: Any) -> tuple[Parameter, ...]:
             continue
         shape = tuple(tensor.shape)
         if ".experts." in name:  # transformers makes room for LongCat's zero experts, which no checkpoint holds
-            shape = (num_routed_experts(config), *shape[1:])
+            shape = (shape[0] - (getattr(config, "zero_expert_num", None) or 0), *shape[1:])
         elif len(shape) > 2:  # convolutions and rates of linear attention
             shape = tuple(size for size in shape if size > 1)
         in_blocks = bool(quantization) and not re.search(r"\.self_attn\.|\.engram\.|lm_head", name)
