@@ -94,9 +94,8 @@ def load_model(
     formats = enable_expert_parallel and mesh.tp_size > 1, expert_dtype
     glus, eps = partial(family.glus, config), config.rms_norm_eps
     parts = Parts(model, weights, shapes, placement, *formats, family.routing, glus, attention, reduce, eps, directory)
-    num_mtp_layers = config.num_hidden_layers - num_layers
-    decoder = family.load_decoder(parts, len(model.model.layers) - num_mtp_layers)
-    num_main = parts.num_layers
+    decoder = family.load_decoder(parts, len(model.model.layers) - config.num_hidden_layers + num_layers)
+    own_layers = range(parts.num_layers, attention.num_layers)
     loaded = ShardedModel(
         decoder,
         parts.head(),
@@ -107,8 +106,7 @@ def load_model(
         _eos_token_ids(directory, config),
     )
     if with_mtp:
-        layers = range(num_main, attention.num_layers)
-        prepare = partial(attention.prepare, rotary=loaded.angles, dtype=dtype, layers=layers)
+        prepare = partial(attention.prepare, rotary=loaded.angles, dtype=dtype, layers=own_layers)
         loaded.drafts = family.load_drafts(parts, mtp_block, decoder, loaded.head, prepare)
     parts.warn_of_missing_scales()
     if eagle3 is not None:

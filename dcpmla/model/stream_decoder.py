@@ -75,11 +75,11 @@ class StreamBlock(nn.Module):
 
 
 class StreamTap(NamedTuple):
-    """What a module that drafts takes of a decoder's streams, in every step.
+    """The use that a module which drafts makes of a decoder's streams, in every step.
 
     Attributes:
-        layers: Ascending numbers of layers whose inputs it takes, after their memories; the number of all layers stands
-            for the output of the last.
+        layers: Ascending numbers of layers whose inputs it takes, after their memories; the number of all layers is the
+            output of the last.
         take: Function of the means of the streams there, side by side [T, n hidden], of a cache and a step.
     """
 
@@ -98,7 +98,7 @@ class StreamDecoder(nn.Module):
             `DelayedCollapse`, whose weights come from the last layer.
         ngrams: Hashes for the blocks' memories; None without.
     Attributes:
-        tap: What a module that drafts takes of the streams; None without, as at first.
+        tap: Use that a module which drafts makes of the streams; None without, as at first.
     """
 
     tap: StreamTap | None = None

@@ -100,7 +100,7 @@ REFUSED = {
     "--kv-transfer-config {}": "--kv-transfer-config is '{}', which is not supported: use --role and",
     "--enable-lora": "--enable-lora is not supported: adapters are not served",
     "--enable_log_requests": "--enable-log-requests is not supported: prompts and answers are never logged",
-    '--speculative-config {"method":"dspark"}': "method of --speculative-config is 'dspark'; it must be ngram or mtp",
+    '--speculative-config {"method":"medusa"}': "method of --speculative-config is 'medusa'; it must be ngram or mtp",
     '--speculative-config {"method":"eagle3"}': "model of --speculative-config is None with method 'eagle3'; eagle3",
     '--speculative-config {"method":"mtp","model":"x"}': "model of --speculative-config is 'x' with method 'mtp'",
     '--speculative-config {"method":"mtp","rejection_sample_method":"block"}': "must be standard, or synthetic with",
@@ -202,7 +202,7 @@ def test_chat_templates_are_files_or_texts(tmp_path: Path) -> None:
 
 
 def test_methods_of_drafts_have_vllms_names() -> None:
-    for method, served in (("mtp", "mtp"), ("deepseek_mtp", "mtp"), ("ngram", "ngram")):
+    for method, served in (("mtp", "mtp"), ("deepseek_mtp", "mtp"), ("ngram", "ngram"), ("dspark", "dspark")):
         config = {"method": method, "num_speculative_tokens": 5, "prompt_lookup_max": 4, "model": None}
         args = parse("m", "--speculative-config", json.dumps(config))
         assert (args.speculative_method, args.num_speculative_tokens) == (served, 5)

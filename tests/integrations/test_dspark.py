@@ -15,6 +15,8 @@ from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.families.table import family_of
 from dcpmla.integrations.model_files import load_config
 from dcpmla.integrations.speculation import check_speculation
+from dcpmla.model.moe import MoE
+from dcpmla.parallel.formats import format_name
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.sampling import SamplingParams
@@ -49,23 +51,24 @@ class Outcome(NamedTuple):
     num_cached: int
 
 
-def load(model: Path, dcp: DCPConfig, num_drafts: int, **options: Any) -> Engine:
+def load(model: Path, dcp: DCPConfig, num_drafts: int, device: str = "cpu", **options: Any) -> Engine:
     limits = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 22}
     drafts = {"speculative_method": "dspark", "num_speculative_tokens": num_drafts}
-    return load_engine_on_rank(model, dcp, EngineOptions(dtype="float32", **limits | drafts | options))
+    chosen = EngineOptions(dtype="float32", **limits | drafts | options)
+    return load_engine_on_rank(model, dcp, chosen, device_type=device)
 
 
 def serve_module(
-    directories: Sequence[Path], tp: int, dcp_size: int, interleave: int, num_drafts: int, in_graphs: bool
+    directories: Sequence[Path], tp: int, dcp_size: int, interleave: int, num_drafts: int, in_graphs: bool, device: str
 ) -> list[Outcome]:
     """On one rank: serve prompts, then longer ones that begin with them."""
     dcp, outcomes = dcp_config(tp, dcp_size, interleave, block_size=4 * interleave), []
     for model in directories:
         with pytest.MonkeyPatch.context() as patch:
-            if in_graphs:
+            if in_graphs and device == "cpu":
                 patch.setattr(EngineMaker, "is_captured", True)
                 patch.setattr(StepGraph, "capture", lambda graph, *_: recording.capture(graph))
-            engine = load(model, dcp, num_drafts)
+            engine = load(model, dcp, num_drafts, device)
         drafter = engine.speculation.drafter
         record = record_drafts(drafter)
         drafter.reads_tokens = not in_graphs  # else drafts follow tokens that the device alone knows
@@ -87,19 +90,27 @@ def save_modules(folder: Path) -> tuple[list[Path], list[Any], list[Callable[[li
     return directories, [v4.base, reference], [v4.drafts, v41.drafts]
 
 
-LAYOUTS = [(1, 1, 1, BLOCK, False), (1, 1, 1, 3, True), (2, 1, 1, 3, False), (2, 2, 1, BLOCK, False)]
-LAYOUTS += [(4, 4, 2, 4, False)]
+LAYOUTS = [
+    (1, 1, 1, BLOCK, False, "cpu"),
+    (1, 1, 1, 3, True, "cpu"),
+    (2, 1, 1, 3, False, "cpu"),
+    (2, 2, 1, BLOCK, False, "cpu"),
+    (4, 4, 2, 4, False, "cpu"),
+    pytest.param(1, 1, 1, BLOCK, True, "cuda", marks=pytest.mark.gpu),
+    pytest.param(2, 2, 1, 3, True, "cuda", marks=pytest.mark.gpu_2),
+]
 
 
-@pytest.mark.parametrize(("tp", "dcp_size", "interleave", "num_drafts", "in_graphs"), LAYOUTS)
+@pytest.mark.parametrize(("tp", "dcp_size", "interleave", "num_drafts", "in_graphs", "device"), LAYOUTS)
 def test_drafts_are_those_of_the_formula(
-    tp: int, dcp_size: int, interleave: int, num_drafts: int, in_graphs: bool, tmp_path: Path
+    tp: int, dcp_size: int, interleave: int, num_drafts: int, in_graphs: bool, device: str, tmp_path: Path
 ) -> None:
     """So accepted lengths are the same on every layout. Contexts come from pieces of prompts, decodes and states that
     earlier requests left.
     """
     directories, models, modules = save_modules(tmp_path)
-    ranks = run_ranks(tp, serve_module, directories, tp, dcp_size, interleave, num_drafts, in_graphs)
+    layout = tp, dcp_size, interleave, num_drafts, in_graphs, device
+    ranks = run_ranks(tp, serve_module, directories, *layout, device=device)
     assert all(outcome == ranks[0] for outcome in ranks[1:])
     for model, drafts_of, outcome in zip(models, modules, ranks[0], strict=True):
         for prompt, new in outcome.answers:
@@ -247,3 +258,28 @@ def test_a_config_alone_drafts(tmp_path: Path) -> None:
     first, second = run_ranks(2, serve_dummy, directory)
     assert first == second
     assert first[1] > 0
+
+
+def serve_quantized(model: Path) -> tuple[Record, set[str], bool]:
+    """On one rank: drafts, the formats of the module's experts, and whether its projection keeps codes."""
+    engine: Any = load(model, dcp_config(2, 2, 1, block_size=4), BLOCK)
+    record = record_drafts(engine.speculation.drafter)
+    engine.speculation.drafter.reads_tokens = True
+    serve(engine, PROMPTS, NUM_NEW, ignore_eos=True)
+    module = engine.model.drafts.module
+    experts = {format_name(weight) for each in module.modules() if isinstance(each, MoE) for weight in each.experts}
+    return record, experts, module.projection.weight_scale is not None
+
+
+def test_quantized_modules(tmp_path: Path) -> None:
+    """Experts of the module stay in 4 bits, and its linear layers in 8, as the checkpoint has them."""
+    wide = {"hidden_size": 128, "moe_intermediate_size": 128, "q_lora_rank": 128}
+    reference = save_v41(tmp_path, is_quantized=True, **DSPARK, **wide)
+    module = PlainDSpark41(reference, reference.model)
+    first, second = run_ranks(2, serve_quantized, tmp_path)
+    assert first == second
+    record, experts, has_codes = first
+    assert (experts, has_codes) == ({"fp4"}, True)
+    assert len(record) > 10
+    for known, drafts in record:
+        assert drafts == module.drafts(known, len(drafts)), len(known)

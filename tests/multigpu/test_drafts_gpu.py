@@ -19,12 +19,14 @@ from dcpmla.runtime.speculation import Speculation
 from tests.integrations.test_mtp import plain_module
 from tests.support.gpus import on_gpus
 from tests.support.models import VOCAB_SIZE
+from tests.support.plain_dspark import PlainDSpark
 from tests.support.plain_eagle3 import PlainEagle3
 from tests.support.ranks import run_ranks
 from tests.support.recorded import RecordedDrafter
 
 METHODS = (("none", False), ("recorded", False), ("recorded", True), ("ngram", False), ("mtp", False))
 WITH_HEAD = (*METHODS, ("eagle3", False))
+BLOCKS = (("none", False), ("recorded", False), ("dspark", False), ("dspark", True))
 
 
 def serve(
@@ -49,7 +51,7 @@ def serve(
         if method == "recorded":
             drafter = RecordedDrafter(3, dict(enumerate(results[0][1])), 0.8, VOCAB_SIZE)
             engine.speculation = Speculation(drafter)
-        elif method in ("mtp", "eagle3"):
+        elif method in ("mtp", "eagle3", "dspark"):
             engine.speculation.drafter.drafts_always = True
         requests = [
             engine.add(
@@ -73,6 +75,16 @@ def test_drafts_change_no_token(num_gpus: int, family: str, tmp_path: Path) -> N
     if family != "deepseek_v4":
         PlainEagle3(module.base, (2, 1), eagle_aux_hidden_state_layer_ids=[2, 1]).save(tmp_path / "head")
         methods = WITH_HEAD
+    check(num_gpus, directory, methods)
+
+
+@on_gpus(1, 2)
+def test_blocks_change_no_token(num_gpus: int, tmp_path: Path) -> None:
+    """Of DSpark's modules, in graphs and without."""
+    check(num_gpus, PlainDSpark().save(tmp_path / "model"), BLOCKS)
+
+
+def check(num_gpus: int, directory: Path, methods: tuple[tuple[str, bool], ...]) -> None:
     dcp = DCPConfig(tensor_parallel_size=num_gpus, decode_context_parallel_size=num_gpus, block_size=16)
     for results in run_ranks(num_gpus, serve, directory, dcp, "float32", methods, device="cuda"):
         assert [is_captured for *_, is_captured in results] == [not enforce_eager for _, enforce_eager in methods]

@@ -8,7 +8,7 @@ from dcpmla.attention.layers.compressed.spec import compressed_stack
 from dcpmla.attention.stack import Stack
 from dcpmla.fields import EVEN_SIZE, only
 from dcpmla.integrations.families.deepseek_v4_config import check_compressed, compressed_config
-from dcpmla.integrations.families.dspark import DSPARK_NAMES, DSPARK_RULES, DSparkFamily
+from dcpmla.integrations.families.deepseek_v4_dspark import DSPARK_NAMES, DSPARK_RULES, DSparkFamily
 from dcpmla.integrations.families.family import NO_MTP
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.families.streams import load_stream_mtp, load_streams

@@ -17,7 +17,7 @@ from dcpmla.fields import EVEN_SIZE, FLAG, SIZE, either, list_of, one_of, only, 
 from dcpmla.integrations.config_checks import check_lengths
 from dcpmla.integrations.families.deepseek_v4 import V4_NAMES
 from dcpmla.integrations.families.deepseek_v4_config import check_compressed, compressed_config
-from dcpmla.integrations.families.dspark import DSPARK_RULES, DSparkFamily
+from dcpmla.integrations.families.deepseek_v4_dspark import DSPARK_RULES, DSparkFamily
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.families.streams import load_streams, mixing_constants
 from dcpmla.integrations.ngrams import NgramSizes, add_memories, load_memories

@@ -40,7 +40,7 @@ class LayerKind(NamedTuple):
 
     @property
     def seen(self) -> tuple[int, int]:
-        """What the rows depend on that tokens see without a selection: ratio and block."""
+        """Return ratio and block, on which the rows depend that tokens see without a selection."""
         return self.ratio, self.block
 
     @property
