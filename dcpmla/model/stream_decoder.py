@@ -124,17 +124,17 @@ class StreamDecoder(nn.Module):
         embedded = nn.functional.embedding(token_ids, self.embedding)
         streams = Streams(embedded[:, None].repeat(1, self.num_streams, 1))
         hashes = None if self.ngrams is None else self.ngrams(token_ids, step, cache)
-        tapped, means = () if self.tap is None else self.tap.layers, list[Tensor]()
+        tapped, means = () if self.tap is None else self.tap.layers, dict[int, Tensor]()
         block: Any
         for number, block in enumerate(self.blocks):
             streams = block.recall(streams, hashes)
             if number in tapped:
-                means.append(finish(streams).mean(1))
+                means[number] = finish(streams).mean(1)
             streams = block(streams, token_ids, cache, step)
         if len(self.blocks) in tapped:
-            means.append(finish(streams).mean(1))
+            means[len(self.blocks)] = finish(streams).mean(1)
         if self.tap is not None:
-            self.tap.take(torch.cat(means, -1), cache, step)
+            self.tap.take(torch.cat([means[number] for number in tapped], -1), cache, step)
         return plain(self.to_head(streams)[0]) if self.collapses else finish(streams).flatten(1)
 
     def collapse(self, hidden_states: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from dcpmla.integrations.engine_maker import EngineMaker
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.families.table import family_of
 from dcpmla.integrations.model_files import load_config
+from dcpmla.integrations.shortened import shortened
 from dcpmla.integrations.speculation import check_speculation
 from dcpmla.model.moe import MoE
 from dcpmla.parallel.formats import format_name
@@ -31,10 +32,10 @@ from tests.support.layouts import dcp_config
 from tests.support.models import VOCAB_SIZE, tiny_config
 from tests.support.oracle import Oracle
 from tests.support.plain_dspark import NUM_BLOCKS, PlainDSpark, PlainDSpark41
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.small_tokenizers import ascii_tokenizer
 from tests.support.two_jobs import record_drafts, run_jobs
-from tests.support.whole_models import load_engine_on_rank, serve
+from tests.support.whole_models import load_engine_on_rank, load_on_rank, serve
 
 BLOCK = 5
 PROMPTS = [[5, 9, 2, 7, 7, 1, 30], [11, 12], [*range(40, 111)]]
@@ -258,6 +259,44 @@ def test_a_config_alone_drafts(tmp_path: Path) -> None:
     first, second = run_ranks(2, serve_dummy, directory)
     assert first == second
     assert first[1] > 0
+
+
+@on_ranks(1)
+def test_a_shortened_model_drafts(tmp_path: Path) -> None:
+    """The rehearsal of kernels leaves layers out whose hidden states the module takes, and runs without a cache."""
+    directory = PlainDSpark(dspark_target_layer_ids=[1, 2, 3]).save(tmp_path / "model")
+    model, _ = load_on_rank(directory, DCPConfig(), load_format="dummy", with_mtp=True)
+    decoder: Any = model.hidden_states
+    assert decoder.tap.layers == (2, 3, 4)
+    with shortened(model):
+        assert len(decoder.blocks) == 3
+        model.profile(16)
+    assert decoder.tap.layers == (2, 3, 4)
+    model.profile(16)
+
+
+def serve_sampled(model: Path) -> list[tuple[list[list[int]], int]]:
+    """On one rank: sampled answers without drafts and with them, and how many drafts were accepted."""
+    outcomes = []
+    for method in ("none", "dspark"):
+        engine = load(model, dcp_config(2, 2, 1, block_size=8), BLOCK, speculative_method=method)
+        engine.speculation.drafter.drafts_always = True
+        bias = dict.fromkeys(ALPHABET, 100.0)
+        requests = [
+            engine.add(prompt, SamplingParams(max_new_tokens=20, temperature=1.0, seed=seed, logit_bias=bias))
+            for seed, prompt in enumerate(PROMPTS)
+        ]
+        list(engine.run())
+        outcomes.append(([request.token_ids for request in requests], engine.stats.num_accepted_tokens))
+        engine.close()
+    return outcomes
+
+
+def test_sampled_answers_are_those_of_plain_decoding(tmp_path: Path) -> None:
+    save_drafting("deepseek_v4", tmp_path / "model")
+    for (plain, _), (drafted, num_accepted) in run_ranks(2, serve_sampled, tmp_path / "model"):
+        assert drafted == plain
+        assert num_accepted > 0
 
 
 def serve_quantized(model: Path) -> tuple[Record, set[str], bool]:
