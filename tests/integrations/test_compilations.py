@@ -22,7 +22,15 @@ _CONTEXT = 65536
 # Widths that Hopper's kernels take.
 _WIDE = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 _INDEXER = {"index_head_dim": 128, "index_topk": 2048}
-_LAYERS = {"deepseek-v3": {"num_hidden_layers": 2, "first_k_dense_replace": 1}, "v2-lite": {"num_hidden_layers": 2}}
+_LAYERS: dict[str, dict[str, Any]] = {
+    "deepseek-v3": {"num_hidden_layers": 2, "first_k_dense_replace": 1},
+    "v2-lite": {"num_hidden_layers": 2},
+    "deepseek-v4-flash": {
+        "num_hidden_layers": 4,
+        **{"dspark_block_size": 5, "dspark_markov_rank": 256, "dspark_noise_token_id": 128799},
+        "dspark_target_layer_ids": [1, 2, 3],
+    },
+}
 _EAGER = {"enforce_eager": True}
 
 
@@ -87,6 +95,7 @@ CASES: dict[str, tuple[str, int, int, dict[str, Any], dict[str, Any]]] = {
     "V3, plain TP, fp8": ("deepseek-v3", 2, 1, _FP8, {}),
     "V2-Lite": ("v2-lite", 1, 1, {}, {}),
     "V4-Flash": ("deepseek-v4-flash", 2, 2, {}, {}),
+    "V4-Flash, DSpark": ("deepseek-v4-flash", 2, 2, {}, {"speculative_method": "dspark"}),
     "V3.2": ("deepseek_v32", 2, 2, {}, {}),
     "V3.2, eager": ("deepseek_v32", 2, 2, {}, _EAGER),
     "GLM-5-Next": ("glm5_next_text", 2, 2, {}, {}),
@@ -105,6 +114,7 @@ MORE: dict[str, tuple[str, int, int, dict[str, Any], dict[str, Any]]] = {
     "V3, MTP, eager": ("deepseek-v3", 4, 4, {}, {"speculative_method": "mtp", **_EAGER}),
     "Kimi-K2": ("kimi-k2", 8, 8, {}, {}),
     "V4-Flash, eager": ("deepseek-v4-flash", 2, 2, {}, _EAGER),
+    "V4-Flash, DSpark, eager": ("deepseek-v4-flash", 2, 2, {}, {"speculative_method": "dspark", **_EAGER}),
     "V4-Pro, fp8": ("deepseek-v4-pro", 4, 4, {"kv_cache_dtype": "fp8_ds_mla", "index_cache_dtype": "fp8"}, {}),
     "V3.2, fp8": ("deepseek_v32", 2, 2, {"kv_cache_dtype": "fp8_ds_mla", "index_cache_dtype": "fp8"}, {}),
     "GLM-5-Next, eager": ("glm5_next_text", 2, 2, {}, _EAGER),
