@@ -1,6 +1,7 @@
 """DSpark modules: drafts of the published formulas in plain torch, through engines as users get them."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +15,12 @@ from dcpmla.integrations.engine_maker import EngineMaker
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.families.table import family_of
 from dcpmla.integrations.model_files import load_config
+from dcpmla.integrations.model_size import read_model
 from dcpmla.integrations.shortened import shortened
 from dcpmla.integrations.speculation import check_speculation
 from dcpmla.model.moe import MoE
 from dcpmla.parallel.formats import format_name
+from dcpmla.planning.weights import ModelSize
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.sampling import SamplingParams
@@ -31,7 +34,8 @@ from tests.support.deepseek_v41_files import DSPARK, save_v41
 from tests.support.layouts import dcp_config
 from tests.support.models import VOCAB_SIZE, tiny_config
 from tests.support.oracle import Oracle
-from tests.support.plain_dspark import NUM_BLOCKS, PlainDSpark, PlainDSpark41
+from tests.support.plain_dspark import FIELDS, NUM_BLOCKS, PlainDSpark, PlainDSpark41
+from tests.support.plan_cases import CONFIGS
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.small_tokenizers import ascii_tokenizer
 from tests.support.two_jobs import record_drafts, run_jobs
@@ -243,6 +247,26 @@ def test_plan_counts_the_module(tmp_path: Path) -> None:
     config = load_config(directory)
     stack = family_of(config).attention(family_of(config).with_mtp_layer(config), True)
     assert [layer.kind.block for layer in stack.layers] == [0] * config.num_hidden_layers + [BLOCK] * NUM_BLOCKS
+
+
+def test_sizes_as_published(tmp_path: Path) -> None:
+    """V4.1-Flash's module has 14 billion parameters. Of V4's config the ratios after the model's are the module's."""
+    config = load_config(CONFIGS / "deepseek_v41_flash.json")
+    check_speculation(config, DCPConfig(), "dspark", num_drafts=BLOCK)
+    with_module, alone = read_model(config, with_mtp=True), read_model(config)
+    of_module = num_parameters(with_module) - num_parameters(alone)
+    assert 14.2e9 < of_module < 14.3e9
+    raw = json.loads((CONFIGS / "deepseek_v4_flash.json").read_text())
+    for ratios, num_blocks in (([0, 0], 2), ([], NUM_BLOCKS)):
+        fields = FIELDS | {"compress_ratios": raw["compress_ratios"][: raw["num_hidden_layers"]] + ratios}
+        (tmp_path / "config.json").write_text(json.dumps(raw | fields))
+        v4 = load_config(tmp_path)
+        layers = read_model(v4, with_mtp=True).attention.layers
+        assert [layer.kind.block for layer in layers] == [0] * raw["num_hidden_layers"] + [BLOCK] * num_blocks
+
+
+def num_parameters(size: ModelSize) -> int:
+    return sum(math.prod(each.shape) * each.count for each in size.parameters)
 
 
 def serve_dummy(model: Path) -> tuple[list[list[int]], int]:
