@@ -230,8 +230,7 @@ class AttentionWeights(nn.Module):
         """
         config, width, gates = self.config, self.config.query_width, None
         columns = slice(heads.start * width, heads.stop * width)
-        is_compressed = config.q_lora_rank is not None
-        q = self.q_b_proj.product(tokens.q_c, columns) if is_compressed else plain(tokens.q_c)[:, columns]
+        q = plain(tokens.q_c)[:, columns] if config.q_lora_rank is None else self.q_b_proj.product(tokens.q_c, columns)
         q = q.unflatten(-1, (-1, width))
         if config.query_gates:
             q, gates = q[..., : config.qk_head_dim], q[..., config.qk_head_dim :]
