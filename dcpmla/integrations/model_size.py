@@ -31,6 +31,7 @@ _STYLES = {  # the last word of a module's name -> the features that ranks divid
 # Weights of one product, stacked in this order; the product stays quantized if every weight can.
 _PRODUCTS = (
     ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("q_proj", "kv_a_proj_with_mqa"),
     ("q_proj", "k_proj", "v_proj", "f_proj", "g_proj", "f_a_proj", "g_a_proj", "b_proj"),
     ("indexer.wk", "indexer.weights_proj"),
     (
@@ -82,8 +83,9 @@ def _group(model: nn.Module, config: Any) -> tuple[Parameter, ...]:
         if name not in stored:
             continue
         shape = tuple(tensor.shape)
-        if ".experts." in name:  # transformers makes room for LongCat's zero experts, which no checkpoint holds
-            shape = (shape[0] - (getattr(config, "zero_expert_num", None) or 0), *shape[1:])
+        if ".experts." in name and getattr(config, "zero_expert_num", None):
+            # Some versions of transformers make room for LongCat's zero experts, which no checkpoint holds.
+            shape = (num_routed_experts(config), *shape[1:])
         elif len(shape) > 2:  # convolutions and rates of linear attention
             shape = tuple(size for size in shape if size > 1)
         in_blocks = bool(quantization) and not re.search(r"\.self_attn\.|\.engram\.|lm_head", name)
