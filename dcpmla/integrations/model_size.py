@@ -83,9 +83,9 @@ def _group(model: nn.Module, config: Any) -> tuple[Parameter, ...]:
         if name not in stored:
             continue
         shape = tuple(tensor.shape)
-        if ".experts." in name and getattr(config, "zero_expert_num", None):
-            # Some versions of transformers make room for LongCat's zero experts, which no checkpoint holds.
-            shape = (num_routed_experts(config), *shape[1:])
+        if ".experts." in name:
+            if getattr(config, "zero_expert_num", None):  # transformers makes room for these, no checkpoint holds them
+                shape = (num_routed_experts(config), *shape[1:])
         elif len(shape) > 2:  # convolutions and rates of linear attention
             shape = tuple(size for size in shape if size > 1)
         in_blocks = bool(quantization) and not re.search(r"\.self_attn\.|\.engram\.|lm_head", name)
