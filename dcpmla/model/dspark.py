@@ -37,9 +37,9 @@ class MarkovHead(nn.Module):
         Returns:
             [n, num_drafts] int64.
         """
-        base = self.head.linear(x[:, :num_drafts].contiguous()).unbind(1)
+        base: Tensor = self.head.linear(x[:, :num_drafts].flatten(0, 1))
         drafts = list[Tensor]()
-        for logits in base:
+        for logits in base.unflatten(0, (len(tokens), num_drafts)).unbind(1):
             added = self.transition(F.embedding(tokens, self.embedding))
             tokens = self.head.best_of(logits.float() + added.float())
             drafts.append(tokens)

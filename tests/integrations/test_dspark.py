@@ -190,6 +190,7 @@ REFUSED = [
     ({"dspark_markov_rank": None}, "dspark_markov_rank is None; it must be a whole number"),
     ({"dspark_target_layer_ids": [1, 4]}, r"dspark_target_layer_ids is \[1, 4\]; it must be ascending layers of .* 4"),
     ({"dspark_target_layer_ids": [2, 1]}, r"dspark_target_layer_ids is \[2, 1\]; it must be ascending"),
+    ({"module_ratios": [0, 4, 0]}, r"end in \[0, 4, 0\] for the DSpark module; each must be one of"),
     ({"dspark_noise_token_id": VOCAB_SIZE}, "dspark_noise_token_id is 192; it must be below vocab_size 192"),
     ({"dspark_num_experts_per_tok": 5}, "num_experts_per_tok is 5; it must be in"),
     ({"dspark_block_size": 2}, r"num_speculative_tokens \(--num-speculative-tokens\) is 3; .* dspark_block_size 2"),

@@ -8,7 +8,7 @@ from dcpmla.attention.layers.compressed.spec import compressed_stack
 from dcpmla.attention.stack import Stack
 from dcpmla.fields import EVEN_SIZE, only
 from dcpmla.integrations.families.deepseek_v4_config import check_compressed, compressed_config
-from dcpmla.integrations.families.deepseek_v4_dspark import DSPARK_NAMES, DSPARK_RULES, DSparkFamily
+from dcpmla.integrations.families.deepseek_v4_dspark import DSPARK_NAMES, DSPARK_RULES, WINDOWS, DSparkFamily
 from dcpmla.integrations.families.family import NO_MTP
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.families.streams import load_stream_mtp, load_streams
@@ -47,7 +47,6 @@ V4_NAMES = (  # published names of tensors
     (r"\.wkv\.", ".kv_proj."),
     (r"\.w([qo])_([ab])\.", r".\1_\2_proj."),
 )
-_WINDOW = (0, "sliding_attention")  # entries of compress_ratios and of layer_types
 
 
 @dataclass(frozen=True)
@@ -80,10 +79,10 @@ class _DeepseekV4(DSparkFamily):
         """Raise ValueError for a model without an MTP module, or with one that compresses."""
         super().check_mtp(config)
         for name, entries in getattr(config, "mtp_attention", {}).items():
-            if entries and entries[0] not in _WINDOW:
+            if entries and entries[0] not in WINDOWS:
                 raise ValueError(
                     f"speculative_method (--speculative-method) is 'mtp', but the config's {name} has {entries[0]!r} "
-                    f"for the MTP layer; it must be one of {_WINDOW}, a window alone: {NO_MTP}"
+                    f"for the MTP layer; it must be one of {WINDOWS}, a window alone: {NO_MTP}"
                 )
 
 

@@ -31,6 +31,7 @@ DSPARK_NAMES = (  # published names of tensors
     (r"\.markov_head\.head\.", ".markov_head.markov_w2."),
 )
 _METHOD, _NUM_DRAFTS = option_label("speculative_method"), option_label("num_speculative_tokens")
+WINDOWS = (0, "sliding_attention")  # entries of compress_ratios and of layer_types
 _NUM_BLOCKS = 3  # where the config does not say it
 
 
@@ -69,6 +70,12 @@ class DSparkFamily(Family):
             raise ValueError(
                 f"dspark_target_layer_ids is {ids}; it must be ascending layers of num_hidden_layers "
                 f"{config.num_hidden_layers}, at least one"
+            )
+        ratios = getattr(config, "module_ratios", [])
+        if not {*ratios} <= {*WINDOWS}:
+            raise ValueError(
+                f"compress_ratios or layer_types of the config end in {ratios} for the DSpark module; each must be one "
+                f"of {WINDOWS}, a window alone"
             )
         if noise >= config.vocab_size:
             raise ValueError(f"dspark_noise_token_id is {noise}; it must be below vocab_size {config.vocab_size}")
