@@ -67,7 +67,7 @@ def serve_module(
     directories: Sequence[Path], tp: int, dcp_size: int, interleave: int, num_drafts: int, in_graphs: bool, device: str
 ) -> list[Outcome]:
     """On one rank: serve prompts, then longer ones that begin with them."""
-    dcp, outcomes = dcp_config(tp, dcp_size, interleave, block_size=4 * interleave), []
+    dcp, outcomes = dcp_config(tp, dcp_size, interleave, block_size=4), []
     for model in directories:
         with pytest.MonkeyPatch.context() as patch:
             if in_graphs and device == "cpu":
