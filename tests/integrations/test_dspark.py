@@ -286,6 +286,25 @@ def test_a_config_alone_drafts(tmp_path: Path) -> None:
     assert first[1] > 0
 
 
+def serve_to_the_end(model: Path) -> tuple[list[int], Record]:
+    """On one rank: fill the longest sequence, of which the cache holds one."""
+    options = EngineOptions(dtype="float32", speculative_method="dspark", num_speculative_tokens=BLOCK)
+    engine = load_engine_on_rank(model, dcp_config(2, 2, 1, block_size=2), options, 48, seq_lens=[48])
+    record = record_drafts(engine.speculation.drafter)
+    engine.speculation.drafter.reads_tokens = True
+    (request,) = serve(engine, [PROMPTS[2][:30]], 18, ignore_eos=True)
+    return request.token_ids, record
+
+
+def test_a_block_may_pass_the_longest_sequence(tmp_path: Path) -> None:
+    module = PlainDSpark()
+    (tokens, record), _ = run_ranks(2, serve_to_the_end, module.save(tmp_path / "model"))
+    assert len(tokens) == 18
+    assert max(len(known) for known, _ in record) >= 46  # Two more positions are left.
+    for known, drafts in record:
+        assert drafts == module.drafts(known, len(drafts)), len(known)
+
+
 @on_ranks(1)
 def test_a_shortened_model_drafts(tmp_path: Path) -> None:
     """The rehearsal of kernels leaves layers out whose hidden states the module takes, and runs without a cache."""
