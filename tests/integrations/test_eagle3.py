@@ -1,4 +1,4 @@
-"""EAGLE3 heads with MLA: drafts of the published formula in plain torch, around transformers' own attention."""
+"""EAGLE3 heads: drafts of the published formula in plain torch, around transformers' own attention."""
 
 import json
 import re
@@ -28,6 +28,10 @@ from tests.support.whole_models import load_engine_on_rank, serve
 
 NUM_DRAFTS = 3
 PROMPTS = [[5, 9, 2, 7, 7, 1, 30], [11, 12], [*range(40, 71)]]
+IDS_NAME = "eagle_aux_hidden_state_layer_ids"
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e3, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3["original_max_position_embeddings"] = 16
+YARN = {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "original_max_position_embeddings": 16}
 # By name: numbers of layers whose inputs the head takes, and fields of its config.
 HEADS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "as published": ((2, 3, 4), {"draft_vocab_size": DRAFT_VOCAB, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}),
@@ -36,6 +40,10 @@ HEADS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
         {"fc_norm": True, "norm_output": True, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 2, 4]}},
     ),
     "no q_lora": ((2, 2, 1), {"norm_before_residual": True, "q_lora_rank": None}),  # by default 2, n // 2, n - 3
+    "MHA": ((2, 3, 4), {"is_dense": True, "draft_vocab_size": DRAFT_VOCAB, **{IDS_NAME: [1, 2, 3]}}),
+    "GQA": ((2, 2, 1), {"is_dense": True, "num_key_value_heads": 4, "fc_norm": True, "norm_output": True}),
+    "one head of keys": ((2, 2, 1), {"is_dense": True, "num_key_value_heads": 1, "rope_parameters": LLAMA3}),
+    "YaRN": ((2, 2, 1), {"is_dense": True, "num_key_value_heads": 2, "rope_parameters": YARN}),
 }
 Record = list[tuple[list[int], list[int]]]
 
@@ -90,7 +98,6 @@ def test_drafts_are_those_of_the_formula(
             assert drafts == head.drafts(known, len(drafts)), (name, len(known))
 
 
-IDS_NAME = "eagle_aux_hidden_state_layer_ids"
 IDS = {IDS_NAME: [2, 1]}
 ROWS = [
     Row(family, tuple(f"{layout}, eagle3, {levels}".split(", ")))
