@@ -114,13 +114,15 @@ ROWS = [
 ]
 
 
+@pytest.mark.parametrize("is_dense", [False, True])
 @pytest.mark.parametrize(("family", "rows"), [(family, rows) for family, _, rows in by_ranks(ROWS)])
-def test_every_feature(family: str, rows: list[Row], tmp_path: Path) -> None:
+def test_every_feature(family: str, rows: list[Row], is_dense: bool, tmp_path: Path) -> None:
     """Drafts are the two tokens that answers have, so that some are right by chance."""
     if any(row.has("grammar") for row in rows):
         pytest.importorskip("llguidance")
     reference = save(family, tmp_path / "model")
-    PlainEagle3(reference, (2, 1), tokens=ALPHABET, draft_vocab_size=2, **IDS).save(tmp_path / "head")
+    fields = {"is_dense": is_dense, "num_key_value_heads": 4 if is_dense else 8}
+    PlainEagle3(reference, (2, 1), tokens=ALPHABET, draft_vocab_size=2, **fields, **IDS).save(tmp_path / "head")
     oracle, words = Oracle(reference), words_of(tmp_path / "model")
     for ranks in run_ranks(rows[0].num_ranks, serve_rows, tmp_path / "model", rows, "cpu", timeout=500):
         for row, served in zip(rows, ranks, strict=True):

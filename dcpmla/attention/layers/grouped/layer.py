@@ -66,8 +66,12 @@ class GroupedAttention(nn.Module):
         Args:
             weights: Whole weights by their names in a checkpoint: q_proj, k_proj, v_proj and o_proj.
         Raises:
-            ValueError: A weight is missing, or its shape does not match the config.
+            ValueError: A weight is missing, its shape does not match the config, or there are biases or norms of
+                queries and keys.
         """
+        for name in weights:
+            if name.endswith(".bias") or "norm" in name:
+                raise ValueError(f"checkpoint: tensor {name} is there; layers with biases or norms are not computed")
         config, dim = self.config, self.config.head_dim
         columns, width = config.input_parts * config.hidden_size, config.num_heads * dim
         own = shard(width, self._mesh.tp_group)

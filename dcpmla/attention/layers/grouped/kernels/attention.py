@@ -102,15 +102,16 @@ def grouped_kernel(
         tl.zeros([ROWS], tl.float32),
     )
     cache = (cache_ptr + head * 2 * DIM, cache_stride_block, cache_stride_row, block_size)
-    first = tl.min(tl.where(num_seen > 0, request, _MANY_REQUESTS), 0)
+    number = tl.min(tl.where(num_seen > 0, request, _MANY_REQUESTS), 0)
     last = tl.max(tl.where(num_seen > 0, request, -1), 0)
-    for number in range(first, last + 1):
+    while number <= last:
         num_own = tl.where(request == number, num_seen, 0)
         num_keys = tl.max(num_own, 0)
         size = tl.cdiv(tl.cdiv(num_keys, KEYS), num_parts) * KEYS
         span = (part * size, tl.minimum((part + 1) * size, num_keys))
         table = table_ptr + number.to(tl.int64) * table_stride
         sums = _attend(sums, q, cache, table, span, num_own, scale, DIM, KEYS)
+        number += 1
 
     acc, peak, total = sums
     is_any = total != 0
