@@ -64,7 +64,6 @@ class Eagle3Files:
     """An EAGLE3 head before its weights are read.
 
     Attributes:
-        kind: Attention of the head's layer.
         config: transformers' config of a model of the kind's family with the head's one layer.
         fields: All fields of the head's config.json.
         digest: Hash of config.json.
@@ -73,7 +72,6 @@ class Eagle3Files:
     """
 
     directory: Path
-    kind: HeadAttention
     config: Any
     fields: Mapping[str, Any]
     digest: str
@@ -96,6 +94,11 @@ class Eagle3Files:
         if not all(1 <= number <= num_layers for number in ids):
             raise ValueError(f"{LABEL}: {_LAYER_IDS} is {found}; the model has {num_layers} layers")
         return ids
+
+    @property
+    def kind(self) -> HeadAttention:
+        """Return what the layer's kind of attention determines."""
+        return ATTENTION[self.fields["architectures"][0]]
 
     @property
     def draft_vocab_size(self) -> int:
@@ -186,7 +189,7 @@ def open_eagle3(model: str) -> Eagle3Files:
         config = kind.family.read_config({"num_key_value_heads": raw["num_attention_heads"], **raw})
     except Exception as error:  # transformers checks fields with exceptions of many kinds
         raise ValueError(f"{LABEL} is {model!r}: {file} is of no head: {reason(error)}") from error
-    files = Eagle3Files(directory, kind, config, fields, sha256(content).hexdigest()[:12], frozenset())
+    files = Eagle3Files(directory, config, fields, sha256(content).hexdigest()[:12], frozenset())
     if not any(directory.glob("*.safetensors*")):  # a plan needs no weights
         return files
     own = {EMBEDDING} if files.draft_vocab_size != config.vocab_size else {EMBEDDING, HEAD}

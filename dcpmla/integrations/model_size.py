@@ -186,9 +186,8 @@ def _is_kept(name: str, formats: dict[str, Format], shapes: dict[str, torch.Size
         return is_whole and formats[name] == FP8
     if word == "o_a_proj":
         return model.config.o_lora_rank % BLOCK == 0 and not formats[name].is_packed
-    if word in ("q_proj", "k_proj", "v_proj") and _has_heads_of_keys(prefix, model):
-        if formats[name] == FP8 and model.config.head_dim % BLOCK:
-            return False  # the product is stacked head by head
+    if word in ("q_proj", "k_proj", "v_proj") and formats[name] == FP8 and _has_heads_of_keys(prefix, model):
+        return bool(model.config.head_dim % BLOCK == 0)  # the product is stacked head by head
     for product in _PRODUCTS:
         names = [other for part in product if (other := f"{prefix}.{part}.weight") in shapes]
         if name not in names:

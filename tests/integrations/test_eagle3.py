@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from dcpmla.__main__ import main
 from dcpmla.integrations.eagle3 import open_eagle3
@@ -27,6 +29,7 @@ from tests.support.two_jobs import record_drafts, run_jobs
 from tests.support.whole_models import load_engine_on_rank, serve
 
 NUM_DRAFTS = 3
+MORE = [21, 4, 33]  # of the second turn
 PROMPTS = [[5, 9, 2, 7, 7, 1, 30], [11, 12], [*range(40, 71)]]
 IDS_NAME = "eagle_aux_hidden_state_layer_ids"
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e3, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -51,7 +54,7 @@ Record = list[tuple[list[int], list[int]]]
 def serve_heads(
     directories: list[tuple[Path, Path]], tp: int, dcp_size: int, interleave: int, deterministic: bool
 ) -> list[tuple[list[list[int]], Record, list[int]]]:
-    """On one rank: each engine's tokens, drafts, and accepted drafts by position."""
+    """On one rank: each engine's tokens of two turns, drafts, and accepted drafts by position."""
     rows = {"block_size": 4 * interleave, "deterministic": deterministic}
     dcp, outcomes = dcp_config(tp, dcp_size, interleave, **rows), []
     for model, head in directories:
@@ -69,6 +72,10 @@ def serve_heads(
         record = record_drafts(drafter)
         drafter.reads_tokens = True  # so that the host knows all tokens before each draft
         requests = serve(engine, PROMPTS, 9, ignore_eos=True)
+        prompts = [[*request.prompt_token_ids, *request.token_ids, *MORE] for request in requests]
+        assert engine.stats.num_cached_tokens == 0
+        requests += serve(engine, prompts, 5, ignore_eos=True)
+        assert engine.stats.num_cached_tokens >= 32 or interleave == 64  # blocks of which none is full
         outcomes.append(([request.token_ids for request in requests], record, engine.stats.num_accepted_at))
         engine.close()
     return outcomes
@@ -76,7 +83,7 @@ def serve_heads(
 
 @pytest.mark.parametrize(
     ("tp", "dcp_size", "interleave", "deterministic"),
-    [(1, 1, 1, False), (2, 2, 1, False), (2, 1, 1, False), (4, 4, 2, False), (2, 2, 64, True)],
+    [(1, 1, 1, False), (2, 2, 1, False), (2, 1, 1, False), (4, 4, 2, False), (4, 2, 1, False), (2, 2, 64, True)],
 )
 def test_drafts_are_those_of_the_formula(
     tp: int, dcp_size: int, interleave: int, deterministic: bool, tmp_path: Path
@@ -90,9 +97,10 @@ def test_drafts_are_those_of_the_formula(
     ranks = run_ranks(tp, serve_heads, directories, tp, dcp_size, interleave, deterministic)
     assert all(outcome == ranks[0] for outcome in ranks[1:])
     for (name, head), (tokens, record, _) in zip(heads.items(), ranks[0], strict=True):
-        for prompt, new in zip(PROMPTS, tokens, strict=True):
+        turns = [*PROMPTS, *([*prompt, *new, *MORE] for prompt, new in zip(PROMPTS, tokens[:3], strict=True))]
+        for prompt, new in zip(turns, tokens, strict=True):
             Oracle(base).check_tokens(prompt, new, name)
-        assert len(record) > 10
+        assert len(record) > 16
         assert {len(drafts) for _, drafts in record} == {1, 2, 3}
         for known, drafts in record:
             assert drafts == head.drafts(known, len(drafts)), (name, len(known))
@@ -130,7 +138,7 @@ def test_every_feature(family: str, rows: list[Row], is_dense: bool, tmp_path: P
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"architectures": ["LlamaForCausalLMEagle3"]}, r"architectures is \['LlamaForCausalLMEagle3'\]; it must be"),
+    ({"architectures": ["LlamaForCausalLM"]}, r"architectures is \['LlamaForCausalLM'\]; it must be"),
     ({"num_hidden_layers": 2}, "num_hidden_layers is 2; it must be 1"),
     ({"kv_lora_rank": None}, "kv_lora_rank is None; it must be a whole number"),
     ({"mla_use_nope": True}, "mla_use_nope is True; it must be false"),
@@ -140,6 +148,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"qk_rope_head_dim": 3}, "qk_rope_head_dim is 3; it must be"),
     ({"draft_vocab_size": 95}, r"tensor d2t has shape \(96,\)"),
     ({"fc_norm": True}, "tensor model.fc_norm.0.weight is missing"),
+]
+DENSE_REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"attention_bias": True}, "attention_bias is True; it must be false"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; it must be 1.0"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads is 3; it must divide num_attention_heads 8"),
+    ({"num_key_value_heads": 2}, r"k_proj.weight has shape \(80, 96\); the model's config asks for \(20, 96\)"),
+    ({"head_dim": 5}, "head_dim is 5; it must be an even number"),
+    ({"layer_types": ["sliding_attention"]}, "layer_types is .*; it must be a list, each one of full_attention"),
+    ({"rope_parameters": {"rope_type": "none", "rope_theta": 1e4}}, "rope_type is 'none'; it must be"),
 ]
 
 
@@ -164,13 +181,15 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     files, config = open_eagle3(str(head)), load_config(tmp_path / "model")
     with pytest.raises(ValueError, match=r"^speculative_model .* tensor_parallel_size .* 3.* 8 attention heads"):
         files.check(config, dcp_config(3, 3, 1, block_size=4))
-    with pytest.raises(ValueError, match=r"deepseek_v4 has no layers of plain MLA, whose cache a head of MLA needs"):
+    with pytest.raises(ValueError, match=r"deepseek_v4 has no layers of plain MLA, whose cache a head needs"):
         files.check(tiny_config("deepseek_v4"), dcp_config(1, 1, 1, block_size=4))
-    (found,) = run_ranks(1, messages, tmp_path / "model", head, [fields for fields, _ in REFUSED])
-    assert len(found) == len(REFUSED)
-    for text, (_, message) in zip(found, REFUSED, strict=True):
-        assert re.search(message, text), (message, text)
-        assert "speculative_model (--speculative-model)" in text
+    dense = PlainEagle3(base, (2, 3, 4), is_dense=True, **{IDS_NAME: [2, 3, 4]}).save(tmp_path / "dense")
+    for directory, refused in ((head, REFUSED), (dense, DENSE_REFUSED)):
+        (found,) = run_ranks(1, messages, tmp_path / "model", directory, [fields for fields, _ in refused])
+        assert len(found) == len(refused)
+        for text, (_, message) in zip(found, refused, strict=True):
+            assert re.search(message, text), (message, text)
+            assert "speculative_model (--speculative-model)" in text
 
 
 @pytest.mark.skipif("hy_v4" not in FAMILIES, reason="needs a transformers with HY V4")
@@ -196,41 +215,57 @@ def test_bytes_as_planned(tmp_path: Path) -> None:
     for name, fields in (
         ("own", {"draft_vocab_size": DRAFT_VOCAB, "fc_norm": True}),
         ("shared", {"q_lora_rank": None}),
+        ("dense", {"is_dense": True}),
+        ("one head of keys", {"is_dense": True, "num_key_value_heads": 1}),
     ):
         head = PlainEagle3(base, (2, 3, 4), **fields, **{IDS_NAME: [2, 3, 4]})
         head.save(tmp_path / name, has_embedding=name == "own")
         check_bytes([tmp_path / "model"], 2, eagle3=open_eagle3(str(tmp_path / name)))
 
 
-def test_plan_counts_the_head(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fields", "dcp_size", "width"),
+    [({}, 2, 16), ({"is_dense": True}, 2, 2 * 8 * 10), ({"is_dense": True, "num_key_value_heads": 4}, 1, 2 * 2 * 10)],
+)
+def test_plan_counts_the_head(fields: dict[str, Any], dcp_size: int, width: int, tmp_path: Path) -> None:
     base = base_model()
     base.save_pretrained(tmp_path / "model")
-    head = PlainEagle3(base, (2, 3, 4), **{IDS_NAME: [2, 3, 4]}).save(tmp_path / "head")
-    plans = []
+    head = PlainEagle3(base, (2, 3, 4), **fields, **{IDS_NAME: [2, 3, 4]}).save(tmp_path / "head")
+    plans, layout = [], ["-tp", "2", "-dcp", str(dcp_size)]
     for options in ([], ["--speculative-method", "eagle3", "--speculative-model", str(head)]):
         out = tmp_path / "plan.json"
-        main(["plan", "--model", str(tmp_path / "model"), "-tp", "2", *options, "--json", str(out)])
+        main(["plan", "--model", str(tmp_path / "model"), *layout, *options, "--json", str(out)])
         plans.append(json.loads(out.read_text())["settings"][0])
     weights, rows = ([plan[name] for plan in plans] for name in ("weight_bytes_per_rank", "kv_bytes_per_token"))
     assert weights[0] < weights[1]
-    assert rows == [4 * 24 * 2, (4 * 24 + 16) * 2]  # latents of the model's four layers, and of the head
+    assert rows == [4 * 24 * 2, (4 * 24 + width) * 2]  # of the model's four layers, and of the head
 
 
-def test_rows_of_a_head_move_between_jobs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fields", "sizes"),
+    [
+        ({}, [(2, 2), (1, 1)]),
+        ({"is_dense": True}, [(2, 2), (1, 1)]),
+        ({"is_dense": True, "num_key_value_heads": 4}, [(2, 1), (2, 2)]),  # rows of some heads into rows of all
+        ({"is_dense": True, "num_key_value_heads": 2}, [(1, 1), (2, 1)]),
+    ],
+)
+def test_rows_of_a_head_move_between_jobs(fields: dict[str, Any], sizes: list[tuple[int, int]], tmp_path: Path) -> None:
     """The first drafts of a decoding job are those of the head over the whole prompt."""
     base, meeting = base_model(), tmp_path / "meeting"
     base.save_pretrained(tmp_path / "model")
     meeting.mkdir()
-    head = PlainEagle3(base, (2, 3, 4), **{IDS_NAME: [2, 3, 4]})
+    head = PlainEagle3(base, (2, 3, 4), **fields, **{IDS_NAME: [2, 3, 4]})
     drafting = {"speculative_model": str(head.save(tmp_path / "head")), "speculative_method": "eagle3"}
     params = SamplingParams(max_new_tokens=6, ignore_eos=True)
     prompts = [prompt._replace(params=params) for prompt in draw_prompts()]
-    layouts = [dcp_config(2, 2, 1, block_size=64), dcp_config(1, 1, 1, block_size=64)]
-    _, (decoded,) = run_jobs(tmp_path / "model", *layouts, prompts, meeting, **drafting, num_speculative_tokens=2)
-    assert (decoded.received.num_done, decoded.num_prefilled) == (3, 0)
-    assert len(decoded.drafts) >= 6
-    for known, drafts in decoded.drafts:
-        assert drafts == head.drafts(known, len(drafts)), len(known)
+    layouts = [dcp_config(*size, 1, block_size=64) for size in sizes]
+    _, ranks = run_jobs(tmp_path / "model", *layouts, prompts, meeting, **drafting, num_speculative_tokens=2)
+    for decoded in ranks:
+        assert (decoded.received.num_done, decoded.num_prefilled) == (3, 0)
+        assert len(decoded.drafts) >= 6
+        for known, drafts in decoded.drafts:
+            assert drafts == head.drafts(known, len(drafts)), len(known)
 
 
 def serve_dummy(model: Path, head: Path) -> tuple[list[list[int]], int]:
@@ -252,3 +287,13 @@ def test_a_config_alone_drafts(tmp_path: Path) -> None:
     first, second = run_ranks(2, serve_dummy, tmp_path / "model", head)
     assert first == second
     assert first[1] > 0
+
+
+def test_heads_with_biases_are_refused(tmp_path: Path) -> None:
+    base = base_model()
+    base.save_pretrained(tmp_path / "model")
+    head = PlainEagle3(base, (2, 3, 4), is_dense=True, **{IDS_NAME: [2, 3, 4]}).save(tmp_path / "head")
+    tensors = load_file(head / "model.safetensors")
+    save_file(tensors | {"midlayer.self_attn.q_proj.bias": torch.zeros(80)}, head / "model.safetensors")
+    ((message,),) = run_ranks(1, messages, tmp_path / "model", head, [{}])
+    assert "tensor q_proj.bias is there; layers with biases or norms are not computed" in message
