@@ -88,8 +88,9 @@ def _group(model: nn.Module, config: Any) -> tuple[Parameter, ...]:
             shape = tuple(size for size in shape if size > 1)
         in_blocks = bool(quantization) and not re.search(r"\.self_attn\.|\.engram\.|lm_head", name)
         stores = _held_itemsize(name, tensor, model, itemsize), formats.get(name)
-        cuts = _num_pieces(name, shape, config), in_blocks, _least_outputs(name, model)
-        groups[Parameter(_wildcard(name), shape, 1, _style(name), *stores, *cuts)] += 1
+        cuts = _num_pieces(name, shape, config), in_blocks
+        parameter = Parameter(_wildcard(name), shape, 1, _style(name), *stores, *cuts)
+        groups[replace(parameter, least=_least_outputs(name, model))] += 1
     if config.tie_word_embeddings:  # the runtime's head is a separate tensor
         shape = (config.vocab_size, config.hidden_size)
         groups[Parameter("lm_head.weight", shape, 1, "column", itemsize)] += 1

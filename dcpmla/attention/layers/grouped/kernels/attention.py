@@ -29,7 +29,7 @@ def _attend(sums, q, cache, table_ptr, span, num_seen, scale, DIM: tl.constexpr,
     Args:
         sums: Output [ROWS, COLUMNS], peak and total [ROWS] so far.
         q: Queries [ROWS, COLUMNS].
-        cache: Pointer to the head's key in a row of the cache, its strides of blocks and of rows, and block_size.
+        cache: Pointer to the head's key of slot 0, the cache's strides of blocks and of rows, and block_size.
         table_ptr: Row of the block table.
         span: First key, and the end.
         num_seen: Keys that each row sees [ROWS].
