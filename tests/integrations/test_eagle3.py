@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dcpmla.__main__ import main
+from dcpmla.attention.step import metadata
 from dcpmla.integrations.eagle3 import open_eagle3
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.model_files import load_config
@@ -55,6 +56,8 @@ def serve_heads(
     directories: list[tuple[Path, Path]], tp: int, dcp_size: int, interleave: int, deterministic: bool
 ) -> list[tuple[list[list[int]], Record, list[int]]]:
     """On one rank: each engine's tokens of two turns, drafts, and accepted drafts by position."""
+    if (dcp_size, interleave) == (2, 1):
+        metadata.PART_ROWS = 100  # so that steps attend part by part
     rows = {"block_size": 4 * interleave, "deterministic": deterministic}
     dcp, outcomes = dcp_config(tp, dcp_size, interleave, **rows), []
     for model, head in directories:
@@ -277,10 +280,12 @@ def serve_dummy(model: Path, head: Path) -> tuple[list[list[int]], int]:
     return [request.token_ids for request in requests], engine.stats.num_draft_tokens
 
 
-def test_a_config_alone_drafts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_dense", [False, True])
+def test_a_config_alone_drafts(is_dense: bool, tmp_path: Path) -> None:
     base = base_model()
     base.save_pretrained(tmp_path / "model")
-    fields = {"draft_vocab_size": DRAFT_VOCAB, "fc_norm": True, IDS_NAME: [2, 3, 4]}
+    fields: dict[str, Any] = {"draft_vocab_size": DRAFT_VOCAB, "fc_norm": True, IDS_NAME: [2, 3, 4]}
+    fields["is_dense"] = is_dense
     head = PlainEagle3(base, (2, 3, 4), **fields).save(tmp_path / "head")
     for directory in (tmp_path / "model", head):
         (directory / "model.safetensors").unlink()

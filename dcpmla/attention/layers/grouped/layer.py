@@ -123,7 +123,7 @@ class GroupedAttention(nn.Module):
         )
         for start in range(0, len(qkv), self._part_tokens):
             rows = slice(start, start + self._part_tokens)
-            out[rows][: len(qkv[rows])] = self._attend_part(call, rows, step.tokens.slots[rows])
+            out[: len(qkv)][rows] = self._attend_part(call, rows, step.tokens.slots[rows].clone())
 
     def _attend_part(self, call: GroupedCall, rows: slice, slots: Tensor) -> Tensor:
         """Return the outputs [n, h, D] of some of the tokens. Collective."""
@@ -131,6 +131,7 @@ class GroupedAttention(nn.Module):
         queries, keys_values = of_ranks.tensor_split((self.num_heads,), 2)
         keys_values = keys_values[:, :: self._num_copies].flatten(1, 2).unflatten(1, (-1, 2)).flatten(2)
         write_keys_values(keys_values, slots, call.cache)
+        # Copies, because a slice may begin between multiples of 16 bytes: Triton would compile other kernels.
         part = call._replace(
             q=queries.flatten(1, 2), request=call.request[rows].clone(), seq_lens=call.seq_lens[rows].clone()
         )

@@ -18,7 +18,6 @@ _LN2 = tl.constexpr(0.6931471805599453)
 _TILE_ROWS = 64  # maximum rows of a tile, a token and a head each
 _FEWEST_ROWS = 16  # smallest side of a matrix product
 _PROGRAMS = 256  # two for each multiprocessor of a Hopper GPU
-_MOST_PARTS = 32  # more parts of keys would cost more to merge than they save
 _MANY_REQUESTS = tl.constexpr(1 << 30)
 
 
@@ -129,7 +128,7 @@ def grouped_attention(call: GroupedCall) -> tuple[Tensor, Tensor]:
     group = num_heads // num_kv_heads
     tokens = _tile_tokens(num_tokens, len(table), group)
     num_tiles = triton.cdiv(num_tokens, tokens)
-    num_parts = _num_parts(num_tiles * num_kv_heads, table.shape[1] * cache.shape[1])
+    num_parts = _num_parts(num_tiles * num_kv_heads)
     out = torch.empty((num_parts, *q.shape), dtype=q.dtype if num_parts == 1 else torch.float32, device=q.device)
     lse = torch.empty(out.shape[:3], dtype=torch.float32, device=q.device)
     if num_tokens:
@@ -170,7 +169,7 @@ def _tile_tokens(num_tokens: int, num_reqs: int, group: int) -> int:
     return min(most, 1 if mean < 2 else 4 if mean < 16 else _TILE_ROWS)
 
 
-def _num_parts(num_programs: int, max_keys: int) -> int:
-    """Return a power of two, the parts into which keys are cut so that programs fill a GPU."""
-    wanted = min(_PROGRAMS // max(1, num_programs), max_keys // 256, _MOST_PARTS)
-    return 1 << max(0, wanted.bit_length() - 1)
+def _num_parts(num_programs: int) -> int:
+    """Return the parts into which keys are cut so that programs fill a GPU, one of few numbers like `_tile_tokens`."""
+    wanted = _PROGRAMS // max(1, num_programs)
+    return 1 if wanted < 2 else 4 if wanted < 16 else 16
