@@ -1,5 +1,6 @@
 """The paged cache of one rank: a row [kv_c | k_pe] for each token that this rank owns, in layers with an indexer a key,
-and in layers with states memory of fixed size for each request.
+and in layers with states memory of fixed size for each request. In layers with keys and values of heads these are the
+row.
 
 Rows and keys are sharded over the DCP ranks. A state has the heads of its TP rank, or is the same on every rank.
 """

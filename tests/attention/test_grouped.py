@@ -2,6 +2,7 @@
 torch, in Triton's interpreter and on a GPU.
 """
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -111,15 +112,11 @@ def check_attention(device: str) -> None:
     ]
     if device == "cuda":
         sizes = (64, 64, 128), (64, 8, 128), (12, 4, 112)
-        cases = [
-            (each, size, dtype)
-            for each in (*(each for each, *_ in cases),)
-            for size in sizes
-            for dtype in (torch.bfloat16, torch.float16, torch.float32)
-        ]
-    for pieces, sizes, dtype in cases:
+        dtypes = torch.bfloat16, torch.float16, torch.float32
+        cases = [*itertools.product((DECODES, DRAFTS, PIECES, long), sizes, dtypes)]
+    for pieces, heads, dtype in cases:
         for owner in (Owner(), Owner(1, 2, 2)):
-            call = Batch(pieces, sizes, dtype, num_padding=2).call(owner)
+            call = Batch(pieces, heads, dtype, num_padding=2).call(owner)
             out, lse = kernels.grouped_attention(on(device, call))
             wide = call._replace(q=call.q.double(), cache=call.cache.double())
             expected, expected_lse = grouped_attention.reference(wide)

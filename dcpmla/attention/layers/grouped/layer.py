@@ -112,18 +112,15 @@ class GroupedAttention(nn.Module):
         assert step.cos_sin is not None
         rotate_query_(qkv[:, : self.num_heads], step.cos_sin, False)
         rotate_query_(qkv[:, self.num_heads :: 2], step.cos_sin, False)
-        # The cache's dtype may be one of 8 bits, whose elements are counted alone.
-        call = GroupedCall(
-            qkv,
-            cache.latents.view(qkv.dtype),
-            step.table.block_table,
-            step.tokens.request,
-            step.layout.owner.local_seq_lens(step.tokens.seq_lens),
-            self.config.softmax_scale,
-        )
+        tokens, lens = step.tokens, step.tokens.local_seq_lens
+        if step.prefill is not None:  # graphs with prompts lay these numbers out for decodes alone
+            lens = step.layout.owner.local_seq_lens(tokens.seq_lens)
+        # The dtype of cached latents may have 8 bits; rows of keys and values are bytes then.
+        kv_cache, scale = cache.latents.view(qkv.dtype), self.config.softmax_scale
+        call = GroupedCall(qkv, kv_cache, step.table.block_table, tokens.request, lens, scale)
         for start in range(0, len(qkv), self._part_tokens):
             rows = slice(start, start + self._part_tokens)
-            out[: len(qkv)][rows] = self._attend_part(call, rows, step.tokens.slots[rows].clone())
+            out[: len(qkv)][rows] = self._attend_part(call, rows, tokens.slots[rows].clone())
 
     def _attend_part(self, call: GroupedCall, rows: slice, slots: Tensor) -> Tensor:
         """Return the outputs [n, h, D] of some of the tokens. Collective."""
