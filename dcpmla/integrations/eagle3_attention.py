@@ -75,7 +75,11 @@ _LATENT = HeadAttention(
     {"first_k_dense_replace": 1},
 )
 _GROUPED = HeadAttention(
-    Family("Llama", check_attention=_check_grouped, rules={"num_key_value_heads": optional(SIZE)}),
+    Family(
+        "Llama",
+        check_attention=_check_grouped,
+        rules=dict.fromkeys(("num_key_value_heads", "head_dim"), optional(SIZE)),
+    ),
     _grouped_spec,
     ("q_proj", "k_proj", "v_proj"),
     fields=("num_key_value_heads", "head_dim", "mlp_bias"),

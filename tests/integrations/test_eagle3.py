@@ -271,6 +271,36 @@ def test_rows_of_a_head_move_between_jobs(fields: dict[str, Any], sizes: list[tu
             assert drafts == head.drafts(known, len(drafts)), len(known)
 
 
+KIMI = {  # fields of heads that are published for Kimi-K2.x
+    **{"architectures": ["LlamaForCausalLMEagle3"], "attention_bias": False, "draft_vocab_size": 32000},
+    **{"eagle_config": {IDS_NAME: [2, 30, 58], "use_aux_hidden_state": True}, "hidden_act": "silu", "mlp_bias": False},
+    **{"hidden_size": 7168, "intermediate_size": 18432, "max_position_embeddings": 262144, "model_type": "llama"},
+    **{"num_attention_heads": 64, "num_hidden_layers": 1, "pad_token_id": 0, "pretraining_tp": 1, "rms_norm_eps": 1e-5},
+    **{"rope_scaling": None, "rope_theta": 1e6, "tie_word_embeddings": False, "torch_dtype": "bfloat16"},
+    "vocab_size": 163840,
+}
+KIMI_YARN = {"type": "yarn", "factor": 64.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+KIMI_YARN["original_max_position_embeddings"] = 4096
+
+
+@pytest.mark.parametrize(
+    ("fields", "sizes", "rope_type"),
+    [
+        ({"head_dim": 128, "num_key_value_heads": 64}, (64, 128), "default"),
+        ({"head_dim": None}, (64, 112), "default"),  # by default hidden_size / num_attention_heads
+        ({"num_key_value_heads": 8, "rope_scaling": KIMI_YARN, "rope_theta": 5e4}, (8, 112), "yarn"),
+        ({"num_key_value_heads": 8, "rope_scaling": LLAMA3}, (8, 112), "llama3"),
+    ],
+)
+def test_fields_as_published(fields: dict[str, Any], sizes: tuple[int, int], rope_type: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(KIMI | fields))
+    files = open_eagle3(str(tmp_path))
+    layer = files.kind.spec(files.config).config
+    assert (layer.num_heads, layer.num_kv_heads, layer.head_dim) == (64, *sizes)
+    assert files.config.rope_parameters["rope_type"] == rope_type
+    assert files.layer_ids(61) == [2, 30, 58]
+
+
 def serve_dummy(model: Path, head: Path) -> tuple[list[list[int]], int]:
     """On one rank: answers of random weights, and how many drafts were tried."""
     options = EngineOptions(load_format="dummy", speculative_method="eagle3", speculative_model=str(head))
