@@ -156,7 +156,7 @@ DENSE_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"attention_bias": True}, "attention_bias is True; it must be false"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; it must be 1.0"),
     ({"num_key_value_heads": 3}, "num_key_value_heads is 3; it must divide num_attention_heads 8"),
-    ({"num_key_value_heads": 2}, r"k_proj.weight has shape \(80, 96\); the model's config asks for \(20, 96\)"),
+    ({"num_key_value_heads": 2}, r"k_proj.weight has shape \(96, 96\); the model's config asks for \(24, 96\)"),
     ({"head_dim": 5}, "head_dim is 5; it must be an even number"),
     ({"layer_types": ["sliding_attention"]}, "layer_types is .*; it must be a list, each one of full_attention"),
     ({"rope_parameters": {"rope_type": "none", "rope_theta": 1e4}}, "rope_type is 'none'; it must be"),
@@ -228,7 +228,7 @@ def test_bytes_as_planned(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "dcp_size", "width"),
-    [({}, 2, 16), ({"is_dense": True}, 2, 2 * 8 * 10), ({"is_dense": True, "num_key_value_heads": 4}, 1, 2 * 2 * 10)],
+    [({}, 2, 16), ({"is_dense": True}, 2, 2 * 8 * 12), ({"is_dense": True, "num_key_value_heads": 4}, 1, 2 * 2 * 12)],
 )
 def test_plan_counts_the_head(fields: dict[str, Any], dcp_size: int, width: int, tmp_path: Path) -> None:
     base = base_model()
@@ -329,6 +329,6 @@ def test_heads_with_biases_are_refused(tmp_path: Path) -> None:
     base.save_pretrained(tmp_path / "model")
     head = PlainEagle3(base, (2, 3, 4), is_dense=True, **{IDS_NAME: [2, 3, 4]}).save(tmp_path / "head")
     tensors = load_file(head / "model.safetensors")
-    save_file(tensors | {"midlayer.self_attn.q_proj.bias": torch.zeros(80)}, head / "model.safetensors")
+    save_file(tensors | {"midlayer.self_attn.q_proj.bias": torch.zeros(96)}, head / "model.safetensors")
     ((message,),) = run_ranks(1, messages, tmp_path / "model", head, [{}])
     assert "tensor q_proj.bias is there; layers with biases or norms are not computed" in message

@@ -24,7 +24,7 @@ _MLA_SIZES = {
     **{"kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10},
     "first_k_dense_replace": 1,
 }
-_DENSE_SIZES = {"head_dim": 10, "attention_bias": False}
+_DENSE_SIZES = {"head_dim": 12, "attention_bias": False}
 
 
 class PlainEagle3:
