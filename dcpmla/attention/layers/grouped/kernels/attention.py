@@ -17,6 +17,7 @@ _LOG2E = 1.4426950408889634
 _LN2 = tl.constexpr(0.6931471805599453)
 _TILE_ROWS = 64  # maximum rows of a tile, a token and a head each
 _FEWEST_ROWS = 16  # smallest side of a matrix product
+_MOST_DECODES = 256  # a step of more tokens is taken for one with prompts
 _PROGRAMS = 256  # two for each multiprocessor of a Hopper GPU
 _MANY_REQUESTS = tl.constexpr(1 << 30)
 
@@ -163,9 +164,12 @@ def grouped_attention(call: GroupedCall) -> tuple[Tensor, Tensor]:
 
 
 def _tile_tokens(num_tokens: int, num_reqs: int, group: int) -> int:
-    """Return the tokens of a tile: about those of a request, in few sizes, because a kernel is compiled for each."""
+    """Return the tokens of a tile: about those of a request, in few sizes, because a kernel is compiled for each.
+
+    In steps with prompts most rows of a table may be padding, so a mean would say nothing.
+    """
     most = max(1, _TILE_ROWS // group)
-    mean = num_tokens // max(1, num_reqs)
+    mean = num_tokens if num_tokens > _MOST_DECODES else num_tokens // max(1, num_reqs)
     return min(most, 1 if mean < 2 else 4 if mean < 16 else _TILE_ROWS)
 
 
