@@ -85,11 +85,12 @@ class HotSet(NamedTuple):
     @classmethod
     def of(cls, sizes: HotSizes, tensors: list[Tensor]) -> "list[HotSet]":
         """Return each layer's set in tensors of `HotSizes.tensors`."""
-        pool, *columns = tensors
-        scratch = sizes.num_layers * sizes.num_rows
+        pool, row_of, slot_of, last_used, counts = tensors
+        columns = zip(row_of, slot_of, last_used, counts, strict=True)
+        num_rows, scratch = sizes.num_rows, sizes.num_layers * sizes.num_rows
         return [
-            cls(pool, *(column[layer] for column in columns), layer * sizes.num_rows, scratch, sizes.max_tokens)
-            for layer in range(sizes.num_layers)
+            cls(pool, *of_layer, number * num_rows, scratch, sizes.max_tokens)
+            for number, of_layer in enumerate(columns)
         ]
 
     def places(self, rows: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ and in layers with states memory of fixed size for each request.
 Rows and keys are sharded over the DCP ranks. A state has the heads of its TP rank, or is the same on every rank.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,7 @@ import torch
 
 from dcpmla.cache.carve import Described
 from dcpmla.cache.formats import format_name, row_width, storage_dtype
+from dcpmla.cache.hot import HotSet, HotSizes
 from dcpmla.cache.index_keys import index_format_name, index_row_width, index_rows, index_storage_dtype
 from dcpmla.cache.layers import Cache
 from dcpmla.cache.plan import CachePlan, LayerTensors, StateMemory
@@ -29,6 +31,7 @@ class LayerMemory(NamedTuple):
         pool_size: Tokens that one index key represents.
         source: Number of the layer whose rows it attends to; None for its own rows.
         states: Memory of each request.
+        topk: Number of rows that a token selects by an indexer; 0 if it attends to all, or to others.
     """
 
     row_width: int = 0
@@ -36,6 +39,7 @@ class LayerMemory(NamedTuple):
     pool_size: int = 1
     source: int | None = None
     states: tuple[StateMemory, ...] = ()
+    topk: int = 0
 
     @classmethod
     def of(cls, config: MLAConfig, dcp: DCPConfig, dtype: torch.dtype, has_keys: bool) -> Self:
@@ -45,10 +49,12 @@ class LayerMemory(NamedTuple):
             ValueError: A format that the rows or the keys cannot have.
         """
         width = row_width(storage_dtype(dcp.kv_cache_dtype, dtype), config.kv_lora_rank, config.qk_rope_head_dim)
-        if config.indexer is None or not has_keys:
+        if config.indexer is None:
             return cls(width)
+        if not has_keys:
+            return cls(width, topk=config.indexer.topk)
         key_width = index_row_width(index_storage_dtype(dcp.index_cache_dtype, dtype), config.indexer.head_dim)
-        return cls(width, key_width, config.indexer.pool_size)
+        return cls(width, key_width, config.indexer.pool_size, topk=config.indexer.topk)
 
     @property
     def has_rows(self) -> bool:
@@ -64,11 +70,14 @@ class LatentPlan(CachePlan):
         block_size: Tokens of a block on one rank.
         interleave: Tokens of a group that one DCP rank stores.
         layers: Memory of each layer.
+        num_hot_rows: Rows of each layer that are on the device, while all latents are in host memory; 0 if they are all
+            on the device.
     """
 
     block_size: int
     layers: tuple[LayerMemory, ...]
     interleave: int = 1
+    num_hot_rows: int = 0
 
     @property
     def tokens_per_gb(self) -> int:
@@ -79,17 +88,44 @@ class LatentPlan(CachePlan):
         """Positions that a block id covers, over all ranks."""
         return self.block_size * self.dcp_size
 
+    @property
+    def tensors(self) -> list[Described]:
+        """Return the tensors of all layers, then those of hot rows."""
+        return super().tensors + self.hot_tensors
+
+    @property
+    def hot_sizes(self) -> HotSizes | None:
+        """Return the sizes of hot rows; None where all latents are on the device."""
+        if not self.num_hot_rows:
+            return None
+        ((width, topk),) = {(layer.row_width, layer.topk) for layer in self.layers}
+        return HotSizes(len(self.layers), self.num_hot_rows, topk, width, self.dtype)
+
+    @property
+    def hot_tensors(self) -> list[Described]:
+        """Return the tensors of hot rows, none where all latents are on the device."""
+        sizes = self.hot_sizes
+        return [] if sizes is None else sizes.tensors(self.num_blocks * self.block_size)
+
+    @property
+    def bytes_fixed(self) -> int:
+        """Return the bytes of hot rows, whatever the number of blocks."""
+        tensors = [] if self.hot_sizes is None else self.hot_sizes.tensors(0)
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors)
+
     @cached_property
     def layer_tensors(self) -> list[LayerTensors]:
         layers = list[LayerTensors]()
         for layer in self.layers:
             fields: dict[str, Described] = {}
+            on_host: dict[str, Described] = {}
             if layer.source is None:
-                fields["latents"] = (self.num_blocks, self.block_size, layer.row_width), self.dtype
+                rows = on_host if self.num_hot_rows else fields
+                rows["latents"] = (self.num_blocks, self.block_size, layer.row_width), self.dtype
             if layer.key_width:
                 shape = self.num_blocks, self.block_size // layer.pool_size, layer.key_width
                 fields["index_keys"] = shape, self.index_dtype
-            layers.append(LayerTensors(fields, layer.states, layer.source))
+            layers.append(LayerTensors(fields, layer.states, layer.source, on_host))
         return layers
 
     def allocate(self, device: torch.device) -> "LatentCache":
@@ -115,6 +151,14 @@ class LatentCache(Cache):
     """The caches of all layers on one rank."""
 
     sizes: LatentPlan
+
+    def __init__(self, plan: LatentPlan, device: torch.device, memory: torch.Tensor | None = None) -> None:
+        """Allocate a plan's bytes, or take them from memory (`Cache`)."""
+        super().__init__(plan, device, memory)
+        if plan.hot_sizes is not None:
+            start = len(self.tensors) - len(plan.hot_tensors) - plan.keeps_token_ids
+            sets = HotSet.of(plan.hot_sizes, self.tensors[start : start + len(plan.hot_tensors)])
+            self.per_layer = [cache._replace(hot=hot) for cache, hot in zip(self.per_layer, sets, strict=True)]
 
     @property
     def token_rows(self) -> list[list[TokenRows]]:
@@ -178,6 +222,7 @@ def plan_latents(
         block_size=dcp.block_size,
         layers=layers,
         interleave=dcp.cp_kv_cache_interleave_size,
+        num_hot_rows=-(-(dcp.kv_hot_tokens or 0) // dcp.decode_context_parallel_size),
     )
     return plan.for_lengths(seq_lens)
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from dcpmla.attention.select.slots import SlotLayout
 from dcpmla.attention.select.step import SelectedTokens, SparseMetadata
 from dcpmla.attention.select.topk import choose_tokens, local_candidates
 from dcpmla.attention.step.metadata import DecodeMetadata
+from dcpmla.cache.hot import HotSet, fetch_hot_rows
 from dcpmla.cache.index_keys import index_row_width, index_storage_dtype
 from dcpmla.comm.exchange import Exchange
 from dcpmla.config import DCPConfig
@@ -107,6 +109,18 @@ class TokenSelector:
         width = max(candidate_width(self.config.num_pools, num_columns), num_blocks)
         candidate_bytes = 8 * width * self.dcp.decode_context_parallel_size
         return max(1, WORKSPACE_BYTES // max(4 * num_columns, candidate_bytes))
+
+
+def hot_rows(hot: HotSet, latents: Tensor, decode: DecodeMetadata) -> tuple[Tensor, DecodeMetadata]:
+    """Return what `selected_rows` does for a layer whose latents are in host memory: the selected rows of some tokens
+    where the device has copies of them, in the same order.
+
+    Args:
+        latents: Cached rows [num_blocks, block_size, width].
+        decode: Metadata of the tokens from `selected_rows`, no more than `HotSet.max_tokens`.
+    """
+    table = fetch_hot_rows(hot, latents, decode.block_table, decode.local_seq_lens)
+    return hot.pool, replace(decode, block_table=table)
 
 
 def selected_rows(

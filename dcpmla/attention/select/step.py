@@ -20,7 +20,7 @@ class SparseMetadata:
         local_seq_lens: The same number over this rank's tokens [num_tokens], int32.
         max_seq_len: Upper bound of seq_lens, the same on all ranks; up to topk, nothing is selected.
         selection: Memory for the selection: a layer with an indexer writes it, later layers without one read it. None
-            where no token has more than topk before it.
+            where no token has more than topk before it, and attention may read all latents.
     """
 
     block_table: Tensor
@@ -76,7 +76,7 @@ def selectable(step: StepMetadata) -> SparseMetadata:
 
 def with_selection(step: StepMetadata, topk: int, positions: Tensor | None = None) -> StepMetadata:
     """Return the step with the tokens that each token may select from, and where a token has more than topk before it,
-    with memory for topk selected tokens each.
+    or latents are in host memory, with memory for topk selected tokens each.
 
     Args:
         positions: Memory of an engine for the selected positions [at least num_tokens, topk] int32, contiguous, whose
@@ -89,7 +89,7 @@ def with_selection(step: StepMetadata, topk: int, positions: Tensor | None = Non
     if step.defer is not None:  # Selections are made between graphs, with the step of each replay.
         return step
     sparse = selectable(step)
-    if sparse.max_seq_len <= topk:
+    if sparse.max_seq_len <= topk and step.layout.dcp.kv_hot_tokens is None:
         return step.sharing(sparse)
     selection = SelectedTokens.empty(step.num_tokens, topk, sparse.request.device)
     if positions is not None:
