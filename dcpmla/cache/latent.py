@@ -113,6 +113,12 @@ class LatentPlan(CachePlan):
         tensors = [] if self.hot_sizes is None else self.hot_sizes.tensors(0)
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors)
 
+    @property
+    def host_bytes_per_block(self) -> int:
+        """Return the bytes of a block's latents, if they are in host memory."""
+        row_bytes = self.dtype.itemsize * sum(layer.row_width for layer in self.layers)
+        return self.block_size * row_bytes if self.num_hot_rows else 0
+
     @cached_property
     def layer_tensors(self) -> list[LayerTensors]:
         layers = list[LayerTensors]()
@@ -159,6 +165,7 @@ class LatentCache(Cache):
             start = len(self.tensors) - len(plan.hot_tensors) - plan.keeps_token_ids
             sets = HotSet.of(plan.hot_sizes, self.tensors[start : start + len(plan.hot_tensors)])
             self.per_layer = [cache._replace(hot=hot) for cache, hot in zip(self.per_layer, sets, strict=True)]
+            self.hot_counts = self.tensors[start + len(plan.hot_tensors) - 1]
 
     @property
     def token_rows(self) -> list[list[TokenRows]]:

@@ -49,9 +49,11 @@ class Cache(ABC):
         loads: For each layer, ends of copies into its memory that its next step waits for.
         starts: For each layer, events to record where its attention begins.
         token_ids: Ids of tokens, int32 [num_blocks, block_tokens], the same on all ranks; None if not kept.
+        hot_counts: Counts of each layer's hot rows [num_layers, 4] int64 (`HotSet.counts`); None without hot rows.
     """
 
     sizes: CachePlan
+    hot_counts: Tensor | None = None
 
     def __init__(self, plan: CachePlan, device: torch.device, memory: Tensor | None = None) -> None:
         """Allocate a plan's bytes, or take them from memory.

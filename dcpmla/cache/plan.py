@@ -117,9 +117,8 @@ class CachePlan(ABC):
 
     @property
     def host_bytes_per_block(self) -> int:
-        """Return the bytes of host memory that a block takes in all layers, on one rank."""
-        tensors = [tensor for layer in self.layer_tensors for tensor in layer.on_host.values()]
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors) // self.num_blocks
+        """Return the bytes of host memory that a block always takes, in all layers, on one rank."""
+        return 0
 
     @cached_property
     def bytes_per_block(self) -> int:

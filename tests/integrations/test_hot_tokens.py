@@ -5,45 +5,49 @@ hold NaN, and the same features in use as without.
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from dcpmla.cache import hot
+from dcpmla.cache.hot import HotSet
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.sampling import SamplingParams
+from tests.integrations.test_combinations import RowEngines, Served, check, save, words_of
+from tests.support.combinations import Row
+from tests.support.kernels import on_both
 from tests.support.layouts import dcp_config
 from tests.support.models import save_tiny
 from tests.support.oracle import Answer, Oracle
 from tests.support.ranks import run_ranks
-from tests.support.whole_models import answers_of, draw_prompts, load_engine_on_rank
+from tests.support.whole_models import answers_of, device_of, draw_prompts, load_engine_on_rank
 
 MAX_LEN, TOPK = 160, 24
 # Contexts of many times topk tokens, and short ones, in which all tokens are selected.
 LENGTHS = (100, 130, 7, 61)
 
 
-def hot_engine(directory: Path, dcp: DCPConfig, device_type: str = "cpu", **options: Any) -> Engine:
-    """Return an engine whose device holds NaN wherever it has no hot row, before every step."""
-    defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 33, "dtype": "float32", "kv_offloading_size": 0.02}
-    engine = load_engine_on_rank(directory, dcp, EngineOptions(**defaults | options), MAX_LEN, device_type)
+def poison(engine: Engine) -> list[HotSet]:
+    """Fill what the device holds beside hot rows with NaN, before every step of an engine; return the layers' sets."""
     sets = [cache.hot for cache in engine.cache if cache.hot is not None]
     assert len(sets) == len(engine.cache.per_layer)
-    if options.get("speculative_method") != "mtp":  # whose layer also reads rows that nothing has written
-        for cache in engine.cache:
-            cache.latents.view(torch.uint8).fill_(0xFF)
 
-    def poison(_: str) -> None:
+    def overwrite(_: str) -> None:
         sets[0].pool[sets[0].first_scratch :].view(torch.uint8).fill_(0xFF)
         for each in sets:
             rows = each.pool[each.first_row : each.first_row + len(each.slot_of)]
             rows.view(torch.uint8)[each.slot_of == 0] = 0xFF
 
-    engine.on_step = poison
-    return engine
+    engine.on_step = overwrite
+    return sets
+
+
+def check_counts(sets: list[HotSet]) -> None:
+    """Assert that each layer has found hot rows, and has fetched others."""
+    counts = torch.stack([each.counts for each in sets])
+    assert (counts[:, 1:3] > 0).all(), counts
 
 
 def serve(engine: Engine, prompts: Sequence[Sequence[int]], num_new: int = 8) -> list[Answer]:
@@ -66,43 +70,79 @@ def serve_twice(
     prompts = draw_prompts(LENGTHS)
     for dcp in layouts:
         hot.SCRATCH_BYTES = scratch_tokens * TOPK * 24 * 4
-        engine = hot_engine(directory, dcp, device_type)
+        options = EngineOptions(max_num_seqs=4, max_num_batched_tokens=33, dtype="float32", kv_offloading_size=0.02)
+        engine = load_engine_on_rank(directory, dcp, options, MAX_LEN, device_type)
+        sets = poison(engine)
+        for cache in engine.cache:
+            cache.latents.view(torch.uint8).fill_(0xFF)
         first = serve(engine, prompts)
         turns = [[*prompt, *tokens, 5, 9] for prompt, (tokens, _) in zip(prompts, first, strict=True)]
         second = serve(engine, turns)
-        counts = torch.stack([cache.hot.counts for cache in engine.cache if cache.hot is not None])
-        assert (counts[:, 1:3] > 0).all(), counts  # hits and misses in each layer
+        check_counts(sets)
         results.append([*first, *second])
         engine.close()
     return results
-
-
-def check(directory: Path, family: str, results: list[list[list[Answer]]]) -> None:
-    """Assert that all ranks have transformers' answers in all layouts."""
-    oracle, prompts = Oracle(save_tiny(family, directory)), draw_prompts(LENGTHS)
-    for layouts in results:
-        for answers in layouts:
-            first = answers[: len(prompts)]
-            turns = [[*prompt, *tokens, 5, 9] for prompt, (tokens, _) in zip(prompts, first, strict=True)]
-            for prompt, (tokens, logits) in zip([*prompts, *turns], answers, strict=True):
-                oracle.check(prompt, tokens, logits)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
 @pytest.mark.parametrize(
     ("num_ranks", "layouts"),
     [
-        (1, [dcp_config(1, 1, kv_hot_tokens=TOPK, block_size=8), dcp_config(1, 1, kv_hot_tokens=300, block_size=8)]),
+        (1, [dcp_config(1, 1, kv_hot_tokens=TOPK, block_size=8)]),
         (2, [dcp_config(2, 1, kv_hot_tokens=50, block_size=8), dcp_config(2, 2, kv_hot_tokens=TOPK, block_size=4)]),
-        (
-            4,
-            [
-                dcp_config(4, 4, 2, kv_hot_tokens=TOPK, block_size=4),
-                dcp_config(4, 2, 4, kv_hot_tokens=90, block_size=4),
-            ],
-        ),
+        (4, [dcp_config(4, 4, 2, kv_hot_tokens=90, block_size=4)]),
     ],
 )
 def test_answers(family: str, num_ranks: int, layouts: list[DCPConfig], tmp_path: Path) -> None:
-    save_tiny(family, tmp_path)
-    check(tmp_path, family, run_ranks(num_ranks, serve_twice, tmp_path, layouts, 3, timeout=400))
+    oracle, prompts = Oracle(save_tiny(family, tmp_path)), draw_prompts(LENGTHS)
+    for results in run_ranks(num_ranks, serve_twice, tmp_path, layouts, 3, timeout=400):
+        for answers in results:
+            turns = [[*prompt, *tokens, 5, 9] for prompt, (tokens, _) in zip(prompts, answers, strict=False)]
+            for prompt, (tokens, logits) in zip([*prompts, *turns], answers, strict=True):
+                oracle.check(prompt, tokens, logits)
+
+
+class HotRowEngines(RowEngines):
+    """The engines of a row with as few hot tokens as a layer may have."""
+
+    def _layout(self) -> DCPConfig:
+        return replace(super()._layout(), kv_hot_tokens=TOPK)
+
+    def _options(self) -> EngineOptions:
+        options, plan = super()._options(), self._plan(1)
+        assert options.kv_cache_memory_bytes is not None
+        num_bytes = options.kv_cache_memory_bytes + plan.bytes_fixed
+        return replace(options, kv_cache_memory_bytes=num_bytes, kv_offloading_size=0.02)
+
+    def load(self) -> Engine:
+        engine = super().load()
+        self.sets = poison(engine)
+        return engine
+
+    def close(self, engine: Engine) -> None:
+        check_counts(self.sets)
+        super().close(engine)
+
+
+def serve_row(directory: Path, row: Row, device_type: str) -> Served:
+    """On one rank: serve a row's conversations, three tokens in a call of attention."""
+    hot.SCRATCH_BYTES = 3 * TOPK * 24 * 4
+    return HotRowEngines(row, directory, directory.with_name("disk"), device_of(device_type)).serve()
+
+
+ROWS = [
+    "deepseek_v32|dcp 2 by token|mtp|short steps|prefix hits|no tiers|preemption|exact|any order|graphs|free|two choices",
+    "glm_moe_dsa|tp 1|mtp|long steps|prefix hits|no tiers|ample|exact|any order|graphs|free|two choices",
+    "glm_moe_dsa|dcp 2 in groups|ngram|long steps|prefix hits|no tiers|preemption|8 bits|any order|eager|free|one choice",
+    "hy_v4|tp 2|no drafts|short steps|prefix hits|no tiers|preemption|exact|any order|graphs|free|two choices",
+    "axk2|tp 1|ngram|short steps|prefix hits|no tiers|ample|exact|any order|graphs|free|one choice",
+]
+
+
+@pytest.mark.parametrize("line", ROWS)
+@on_both
+def test_features(line: str, device: str, tmp_path: Path) -> None:
+    row = Row.parse(line)
+    oracle = Oracle(save(row.family, tmp_path / "model"))
+    for served in run_ranks(row.num_ranks, serve_row, tmp_path / "model", row, device, device=device, timeout=500):
+        check(row, served, oracle, words_of(tmp_path / "model"))
