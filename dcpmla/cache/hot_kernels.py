@@ -130,7 +130,7 @@ def _places(row, num_rows, first_row, first_scratch):
     return tl.where(row < num_rows, row + first_row, row - num_rows + first_scratch)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def copy_kernel(
     latents_ptr,
     pool_ptr,
@@ -182,7 +182,7 @@ def fetch_hot_rows(hot: HotSet, latents: Tensor, slots: Tensor, num_slots: Tenso
     """Compute `fetch_hot_rows` in four kernels."""
     (num_tokens, num_columns), num_rows = slots.shape, len(hot.slot_of)
     num_blocks, device = triton.cdiv(num_rows, _ROWS), slots.device
-    missed, rows = torch.empty(2, slots.numel(), dtype=torch.int32, device=device)
+    missed, rows = (torch.empty(slots.numel(), dtype=torch.int32, device=device) for _ in range(2))
     num_missed = torch.empty(1, dtype=torch.int32, device=device)
     ages, table = torch.empty(num_blocks, _AGES.value, dtype=torch.int32, device=device), torch.empty_like(slots)
     of_set = hot.row_of, hot.slot_of, hot.last_used, hot.counts
@@ -217,7 +217,7 @@ def fetch_hot_rows(hot: HotSet, latents: Tensor, slots: Tensor, num_slots: Tenso
     return table
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def forget_kernel(slots_ptr, row_of_ptr, slot_of_ptr, last_used_ptr, num_slots, num_rows, SLOTS: tl.constexpr):
     """Drop the copies of SLOTS slots."""
     index = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
