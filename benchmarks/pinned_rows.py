@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]
 from dcpmla.bench.results import Row, add_commit_argument, write_results  # noqa: E402
 from dcpmla.cache.host_rows import host_bytes, host_tensor  # noqa: E402
-from dcpmla.cache.hot import HotSet, HotSizes, fetch_hot_rows  # noqa: E402
+from dcpmla.cache.hot import fetch_hot_rows  # noqa: E402
+from dcpmla.cache.hot_set import HotSet, HotSizes  # noqa: E402
 
 # Formats of a cache with the columns and the dtype of a row: 656 and 1,152 bytes.
 FORMATS = {"fp8_ds_mla": (656, torch.uint8), "bf16": (576, torch.bfloat16)}

@@ -19,14 +19,14 @@ from dcpmla.bench.peers import load_adapters
 from dcpmla.bench.results import Row, finite, leave_out
 from dcpmla.bench.runner import Benchmark, Kept, Work
 from dcpmla.bench.timing import calls_over, num_rotated
+from dcpmla.bench.weights import WEIGHT_BYTES, random_weight
 from dcpmla.bench.words import name_of
-from dcpmla.cache.formats import FP8
 from dcpmla.comm.terms import whole
 from dcpmla.job.bootstrap import Ranks
 from dcpmla.job.join import Job
 from dcpmla.model.experts import ExpertWeights, compute_experts
 from dcpmla.model.router import Router, route, router_logits
-from dcpmla.parallel.formats import BLOCK, FP4, INT4, NVFP4, AnyWeight, Quantized, dequantize
+from dcpmla.parallel.formats import AnyWeight, dequantize
 
 PeerExperts = Callable[[Tensor, Tensor, Tensor], Tensor]  # takes x, expert_ids, expert_weights, as `compute_experts`
 
@@ -34,13 +34,6 @@ _MOST_SETS = 16
 _CHECKED_TOKENS = 4  # compared with float64
 # Of fp8, the format of its activations makes almost all.
 _LARGEST_ERROR = defaultdict(lambda: 0.01, fp8=0.08)
-_PACKED = {  # by the names of --weights
-    **{"fp4": FP4, "nvfp4": NVFP4, "int4": INT4, "int4_128": INT4._replace(columns=BLOCK)},
-    "awq": INT4._replace(columns=BLOCK, scales=torch.float16, has_zeros=True),
-}
-_WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0} | {  # bytes of one value
-    name: held.num_bytes((1, 7168)) / 7168 for name, held in _PACKED.items()
-}
 
 
 class Shape(NamedTuple):
@@ -64,7 +57,7 @@ _FORMATS = {  # useful formats; other shapes have bf16 and fp8
     **{"v4-flash": ("fp8", "fp4"), "k2-tp8": ("int4",)},
     "v3-tp4": ("bf16", "fp8", "int4_128", "awq", "nvfp4"),
 }
-_SHAPES, _WEIGHTS = ",".join(SHAPES), ",".join(_WEIGHT_BYTES)
+_SHAPES, _WEIGHTS = ",".join(SHAPES), ",".join(WEIGHT_BYTES)
 
 
 class ExpertsCase(NamedTuple):
@@ -88,7 +81,7 @@ class ExpertsInputs:
         routes = [route(rows, None, self.router_config) for rows in logits]
         num_values = 3 * shape.hidden_size * shape.width
         num_hit = sum(len(ids.unique()) for ids, _ in routes) / len(routes)
-        self.bytes_read = int(num_hit * num_values * _WEIGHT_BYTES[case.weights])
+        self.bytes_read = int(num_hit * num_values * WEIGHT_BYTES[case.weights])
         self.flops = 2 * num_values * routes[0][0].numel()
         self.routes = routes[: calls_over(num_rotated(self.bytes_read, device), device)]
 
@@ -130,7 +123,7 @@ class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
     ranks_of = "one"
     options = {
         "shape": named([*SHAPES], "a shape", _SHAPES) | {"default": _SHAPES},
-        "weights": named([*_WEIGHT_BYTES], "a format", _WEIGHTS) | {"default": _WEIGHTS},
+        "weights": named([*WEIGHT_BYTES], "a format", _WEIGHTS) | {"default": _WEIGHTS},
         "tokens": "1,8,32,128,512,8192",
         "peers": directory_of("deep_gemm.tar.xz, humming.tar.xz and vllm_moe.tar.xz, others' kernels for fp8"),
     }
@@ -194,25 +187,7 @@ def _random_experts(kind: str, shape: Shape, dtype: torch.dtype, device: torch.d
     num_experts, hidden, width = shape.num_experts + shape.num_shared, shape.hidden_size, shape.width
 
     def random(num_rows: int, num_cols: int) -> AnyWeight:
-        """Return random weights [E, N, K] of about K^-1/2."""
-        if kind == "bf16":
-            weights = torch.empty(num_experts, num_rows, num_cols, dtype=dtype, device=device)
-            return weights.normal_(std=num_cols**-0.5)
-        codes = torch.randint(256, (num_experts, num_rows, num_cols), dtype=torch.uint8, device=device)
-        if kind == "fp8":
-            codes[(codes & 127) == 127] = 0  # NaN
-            scales = torch.rand(num_experts, num_rows // BLOCK, num_cols // BLOCK, device=device)
-            return Quantized(codes.view(FP8), (scales + 0.5) * num_cols**-0.5 / 100)
-        held, codes = _PACKED[kind], codes[..., : num_cols // 2].contiguous()
-        shape = num_experts, num_rows, num_cols // held.columns
-        if held == FP4:
-            return Quantized(codes, torch.randint(118, 123, shape, dtype=torch.uint8, device=device))
-        scales = torch.rand(shape, device=device)
-        if held == NVFP4:
-            factors = torch.full(shape[:2], num_cols**-0.5 / 3, device=device)
-            return Quantized(codes, scales.to(held.scales), None, factors)
-        zeros = torch.randint(16, shape, dtype=torch.uint8, device=device) if held.has_zeros else None
-        return Quantized(codes, (scales * num_cols**-0.5 / 5).to(held.scales), zeros)
+        return random_weight(kind, (num_experts, num_rows, num_cols), dtype, device)
 
     return ExpertWeights(random(2 * width, hidden), random(hidden, width))
 

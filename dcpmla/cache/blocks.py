@@ -48,7 +48,7 @@ class BlockAllocator:
         block_tokens: Tokens that a block id covers, over all DCP ranks.
         num_states: Size of the pool of states, 0 for caches that consist of blocks only.
     Attributes:
-        events: Changes of the remembered blocks since `take_events`; None, the default, where nobody takes them.
+        events: Changes of the remembered blocks since `take_events`; None, the default, keeps no record of them.
     """
 
     def __init__(self, num_blocks: int, block_tokens: int, num_states: int = 0) -> None:

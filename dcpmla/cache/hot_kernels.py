@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcpmla.cache import hot as specification
-from dcpmla.cache.hot import HotSet
+from dcpmla.cache import hot_set
+from dcpmla.cache.hot_set import HotSet
 from dcpmla.cache.items import Items
 
-MAX_AGE = tl.constexpr(specification.MAX_AGE)
-_AGES = tl.constexpr(specification.MAX_AGE + 1)
+MAX_AGE = tl.constexpr(hot_set.MAX_AGE)
+_AGES = tl.constexpr(hot_set.MAX_AGE + 1)
 _COUNTED = tl.constexpr(32)  # blocks of counts per load
 _ROWS = 4096  # of a set, per program
 _SLOTS = 1024  # per program
@@ -126,7 +126,7 @@ def place_kernel(
 
 @triton.jit
 def _places(row, num_rows, first_row, first_scratch):
-    """Compute `HotSet.places`."""
+    """Compute `HotSet.indices`."""
     return tl.where(row < num_rows, row + first_row, row - num_rows + first_scratch)
 
 

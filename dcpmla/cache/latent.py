@@ -14,7 +14,7 @@ import torch
 
 from dcpmla.cache.carve import Described
 from dcpmla.cache.formats import format_name, row_width, storage_dtype
-from dcpmla.cache.hot import HotSet, HotSizes
+from dcpmla.cache.hot_set import HotSet, HotSizes
 from dcpmla.cache.index_keys import index_format_name, index_row_width, index_rows, index_storage_dtype
 from dcpmla.cache.layers import Cache
 from dcpmla.cache.plan import CachePlan, LayerTensors, StateMemory

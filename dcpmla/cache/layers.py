@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dcpmla.cache.carve import carve
 from dcpmla.cache.host_rows import host_tensor
-from dcpmla.cache.hot import HotSet
+from dcpmla.cache.hot_set import HotSet
 from dcpmla.cache.items import Items
 from dcpmla.cache.memory import zeros
 from dcpmla.cache.plan import CachePlan

@@ -12,6 +12,7 @@ BENCHMARKS = {  # by the module of dcpmla.bench: the benchmark's class, and its 
     ),
     "output": ("Output", "W_UV with a quantized output, as one kernel and as two"),
     "experts": ("Experts", "experts and router of a layer, per format of the weights, beside torch's grouped products"),
+    "linears": ("Linears", "linear layers, per format of the weights, beside torch's product of bfloat16"),
     "exchange": (
         "ExchangeBenchmark",
         "the exchange of a DCP group, per backend and number of tokens, checked against float64",

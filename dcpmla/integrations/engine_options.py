@@ -48,10 +48,10 @@ class EngineOptions:
             checkpoint's MTP module, "eagle3" a head that was trained for the model (speculative_model).
         speculative_model: Directory or hub id of the EAGLE3 head; None with other methods.
         num_speculative_tokens: Limit of a request's drafts in a step.
-        synthetic_acceptance_length: Tokens of a step with drafts on average, including the one after them, of which
-            random numbers accept the drafts, for measurements: in [1, 1 + num_speculative_tokens]; None to verify them.
-        synthetic_acceptance_rates: Probability of each draft that it is accepted, and all before it, in place of
-            synthetic_acceptance_length; none is above the one before.
+        synthetic_acceptance_length: Average number of tokens of a step with drafts, in [1, 1 + num_speculative_tokens],
+            for measurements: random numbers accept drafts. None verifies them.
+        synthetic_acceptance_rates: Probability of each draft to be accepted with all drafts before it, in place of
+            synthetic_acceptance_length. The numbers do not increase.
     Raises:
         ValueError: A value is not allowed.
     """

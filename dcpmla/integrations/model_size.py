@@ -31,6 +31,7 @@ _STYLES = {  # the last word of a module's name -> the features that ranks divid
 # Weights of one product, stacked in this order; the product stays quantized if every weight can.
 _PRODUCTS = (
     ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("q_proj", "kv_a_proj_with_mqa"),
     ("q_proj", "k_proj", "v_proj", "f_proj", "g_proj", "f_a_proj", "g_a_proj", "b_proj"),
     ("indexer.wk", "indexer.weights_proj"),
     (

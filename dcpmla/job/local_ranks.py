@@ -39,7 +39,7 @@ def run_local_ranks(num_ranks: int, hosts: Hosts) -> int:
     Args:
         num_ranks: Number of the job's ranks on all hosts, a multiple of them.
     Returns:
-        The exit code: 0, or that of the first rank of this host that failed, 128 + n for one that signal n ended.
+        The exit code: 0, or the code of this host's first failed rank, which is 128 + n after signal n.
     Raises:
         ConnectionError: The port where the ranks meet is taken.
     """

@@ -12,7 +12,7 @@ _KERNELS = 5  # of a layer: copies of written rows are dropped, a fetch is four
 
 @dataclass(frozen=True, kw_only=True)
 class HotMemory:
-    """What a DCP group holds.
+    """The contents of a DCP group's memory.
 
     Attributes:
         gpu_bytes_per_token: Bytes of a token of context on the GPU of its owner: index keys, and where its latents are.

@@ -115,8 +115,8 @@ def _fulfil(future: Future[Any], function: Callable[[], Any]) -> None:
 
 
 def watch() -> Sequence[str]:
-    """Name from now on the kernels that this process compiles, or loads from Triton's cache: each in a warning, with
-    what it is specialized for, and in the list that is returned. It ends an earlier watch.
+    """Name the kernels that this process compiles, or loads from Triton's cache, from now on: each in a warning, with
+    its specialization, and in the returned list. An earlier watch ends.
     """
     from triton import knobs  # triton exists on Linux only
 

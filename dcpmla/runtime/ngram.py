@@ -1,10 +1,12 @@
 """Drafts by prompt lookup on the device: the tokens that followed an earlier occurrence of the last tokens."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -39,7 +41,7 @@ class NgramDrafter(Drafter):
         drafting = [request for request, num in wanted if num]
         if not drafting:
             return Drafts(nums, torch.zeros(0, dtype=torch.int64))
-        texts = [self._texts.setdefault(request, _Text()) for request in drafting]
+        texts = [self._text(request) for request in drafting]
         self._reserve(texts, max(request.max_seq_len for request in drafting) + 1 + self.num_speculative_tokens)
         self._write(drafting, texts)
         orders = tuple(_order(request, text, previous) for request, text in zip(drafting, texts, strict=True))
@@ -57,13 +59,18 @@ class NgramDrafter(Drafter):
 
     def candidates(self, requests: Sequence[Request]) -> Sequence[Request]:
         """Return requests whose known tokens have a match. A token under way is ignored: the match likely continues."""
-        return [request for request in requests if request.num_new_tokens and self._text(request).has_match]
+        return [request for request in requests if request.num_new_tokens and self._has_match(request)]
 
     def _text(self, request: Request) -> "_Text":
-        text = self._texts.setdefault(request, _Text())
+        if request not in self._texts:
+            self._texts[request] = _Text(request.prompt_token_ids)
+        return self._texts[request]
+
+    def _has_match(self, request: Request) -> bool:
+        text = self._text(request)
         if text.num_seen < request.num_known_tokens:
             text.extend(request.tokens(text.num_seen, request.num_known_tokens))
-        return text
+        return text.has_match
 
     def _write(self, drafting: Sequence[Request], texts: Sequence["_Text"]) -> None:
         """Write the known tokens of requests that the device does not have."""
@@ -73,13 +80,13 @@ class NgramDrafter(Drafter):
                 text.num_written += 1 + num_accepted[row]
                 text.under_way = None
         lacking = [
-            (request.tokens(text.num_written, request.num_known_tokens), text)
+            (_tokens_from(text.num_written, request), text)
             for request, text in zip(drafting, texts, strict=True)
             if text.num_written < request.num_known_tokens
         ]
         if not lacking:
             return
-        there = upload([np.array(tokens, dtype=np.int32) for tokens, _ in lacking], self._nothing.device)
+        there = upload([tokens for tokens, _ in lacking], self._nothing.device)
         for (tokens, text), part in zip(lacking, there, strict=True):
             end = text.num_written + len(tokens)
             self._texts_there.token_ids[text.row, text.num_written : end] = part
@@ -136,20 +143,39 @@ class _Text:
             under way. The step itself would keep the request alive.
     """
 
-    def __init__(self) -> None:
-        self.num_seen, self.has_match, self.row, self.num_written = 0, False, -1, 0
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self.row, self.num_written = -1, 0
         self.under_way: tuple[list[int], int] | None = None
-        self._trigram = 0  # the last three tokens in the index as one number
-        self._trigrams: set[int] = set()
+        # A trigram is three tokens as one number. Those of a prompt are sorted, because a set of a million takes ten
+        # times the seconds and the memory.
+        token_ids = np.asarray(prompt, dtype=np.int64)
+        trigrams = token_ids[:-2] << 2 * _ID_BITS | token_ids[1:-1] << _ID_BITS | token_ids[2:]
+        self.has_match = len(trigrams) > 0 and bool((trigrams[:-1] == trigrams[-1]).any())
+        self._prompt_trigrams = np.sort(trigrams).data
+        self._trigrams: set[int] = set()  # that end in new tokens
+        self.num_seen, self._trigram = len(prompt), 0  # the last tokens, of which the next trigram needs two
+        for token in prompt[-2:]:
+            self._trigram = self._trigram << _ID_BITS | token
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Append tokens, at least one."""
+        """Append new tokens, at least one."""
         for token in token_ids:
             self._trigram = (self._trigram << _ID_BITS | token) & _TRIGRAM_MASK
             self.num_seen += 1
             if self.num_seen >= _SHORTEST:
-                self.has_match = self._trigram in self._trigrams
+                self.has_match = self._trigram in self._trigrams or self._is_in_prompt(self._trigram)
                 self._trigrams.add(self._trigram)
+
+    def _is_in_prompt(self, trigram: int) -> bool:
+        at = bisect_left(self._prompt_trigrams, trigram)
+        return at < len(self._prompt_trigrams) and self._prompt_trigrams[at] == trigram
+
+
+def _tokens_from(start: int, request: Request) -> npt.NDArray[np.int32]:
+    """Return a request's known tokens from a position on."""
+    prompt = request.prompt_token_ids
+    parts = prompt[start:], request.token_ids[max(0, start - len(prompt)) :]
+    return np.concatenate([np.asarray(part, dtype=np.int32) for part in parts])
 
 
 def _order(request: Request, text: _Text, previous: InFlightStep | None) -> tuple[int, ...]:

@@ -124,7 +124,7 @@ class Engine:
         """Raise ApiError unless the queue has room for so many requests more, with prompts of so many tokens.
 
         Args:
-            num_counted: Number of these requests that `preparing` counts already.
+            num_counted: Number of the requests that `preparing` counts already.
         """
         model = self.ready().model
         limit, token_limit = model.max_num_seqs + self.max_waiting, model.num_cache_tokens + WAITING_TOKENS

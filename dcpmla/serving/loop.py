@@ -52,7 +52,7 @@ class ServingLoop:
 
     Args:
         frontend: The HTTP process; None on every rank but the first.
-        publisher: Publisher of the changes of the cache; None on every rank but the first, and where nobody asks.
+        publisher: Publisher of the changes of the cache; None on other ranks than the first, and without KV events.
     """
 
     def __init__(self, engine: Engine, frontend: Frontend | None, publisher: "EventPublisher | None" = None) -> None:

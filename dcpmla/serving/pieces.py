@@ -19,10 +19,10 @@ _PRE_TOKENIZERS = {"Sequence", "Split", "ByteLevel", "Digits", "Punctuation"}
 class Borders:
     """The control tokens at which a tokenizer certainly ends one token of a text and begins the next.
 
-    The library `tokenizers` searches a text for added tokens first, before it normalizes or divides anything: the
-    leftmost, and of these the longest. It then encodes each part between them for itself. So the tokens of a text are
-    those of its parts, unless a step depends on a part's position, as Metaspace does. Tokenizers with other steps than
-    the byte-level BPE of most models have no borders here.
+    The library `tokenizers` searches a text for added tokens first, before it normalizes or divides anything: for the
+    leftmost, and of several there for the longest. It encodes each part between added tokens by itself. So the tokens
+    of a text are the tokens of its parts, unless a step depends on a part's position, as Metaspace does. Tokenizers
+    with other steps than the byte-level BPE of most models have no borders here.
 
     Args:
         tokenizer: Tokenizer of transformers; None without one.

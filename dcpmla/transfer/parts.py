@@ -71,7 +71,7 @@ class RowMover:
             yield memory, there[key], piece, content[piece.start : end].view(len(piece.rows), -1)
 
     def _key(self, piece: Piece, is_state: bool) -> tuple[int, ...]:
-        """Return what is equal only for pieces of a part whose rows are at the same places in their tensors."""
+        """Return a key that pieces share only if their rows are at the same places in their tensors."""
         if is_state:
             return id(piece.rows), self._layout.states[piece.tensor].num_rows
         spec = self._layout.tokens[piece.tensor]

@@ -22,10 +22,10 @@ TAGS_BYTES = 2 * _TAG_BYTES  # Each slot has a tag at both ends.
 
 
 def slot_size(gb_per_s: float, memory_bytes: int) -> int:
-    """Return the bytes of each of NUM_SLOTS slots, of which one transfer's fill a link.
+    """Return the bytes of each of NUM_SLOTS slots. The slots of one transfer keep a link busy.
 
-    They hold what the link moves in the time of a slot's cycle. They are a power of two, have at most 1 GiB together,
-    and take a 64th of the device's memory or less.
+    These slots hold what the link moves in the time of a slot's cycle. Their size is a power of two; all slots take at
+    most 1 GiB together, and at most a 64th of the device's memory.
 
     Args:
         gb_per_s: Rate of the link, GB/s.

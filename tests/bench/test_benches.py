@@ -12,7 +12,7 @@ import torch
 from dcpmla.__main__ import main
 from dcpmla.attention.backends.calls import PrefillCall
 from dcpmla.attention.backends.choice import PREFILL_BACKENDS, find_backend
-from dcpmla.bench import timing
+from dcpmla.bench import linears, timing
 from dcpmla.bench.experts import SHAPES, Shape
 from dcpmla.bench.results import unknown_fields
 from dcpmla.bench.runner import Benchmark
@@ -24,6 +24,7 @@ SPARSE = "sparse --topk 16 --index-heads 2 --context 70"
 PREFILL = "prefill --heads 2 --tokens 33 --context 50"
 TURNS = "turns --geometry v2-lite --heads 4"
 EXPERTS = "experts --shape v3-tp4,v4-flash"
+LINEARS = "linears --shape v3-o-tp4"
 LAYER = "layer --geometry tiny --num-layers 2"
 CACHES = "bf16,fp8,fp8_ds_mla"
 PARTS = "total", "projections", "attention", "output"
@@ -89,6 +90,16 @@ RUNS = [
             for num in (1, 5)
         ],
     ),
+    Run(
+        f"{LINEARS} --tokens 1,5",
+        "weights tokens kernel",
+        [
+            (weights, num, kernel)
+            for weights in ("bf16", "fp8", "fp4", "nvfp4", "int4", "int4_128", "awq")
+            for num in (1, 5)
+            for kernel in ("torch", "dcpmla")
+        ],
+    ),
     Run("reduce --tokens 1,3 --row-width 64", "exchange tokens tp", [("collective", 1, 1), ("collective", 3, 1)]),
     Run(
         f"{TURNS} --tokens 3,20 --context 32 --batch 2",
@@ -129,6 +140,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(timing.ROTATED_BYTES, "cpu", 1 << 16)
     monkeypatch.setitem(SHAPES, "v3-tp4", Shape(256, 128, 6, 2, 1))
     monkeypatch.setitem(SHAPES, "v4-flash", Shape(256, 128, 4, 2, 0))
+    monkeypatch.setitem(linears.SHAPES, "v3-o-tp4", (192, 256))
 
 
 def check_counts(kind: str, row: dict[str, Any]) -> None:
@@ -143,6 +155,10 @@ def check_counts(kind: str, row: dict[str, Any]) -> None:
             packed = {"fp4": 0.53125, "nvfp4": 0.5625 + 4 / 7168, "int4_128": 0.515625, "awq": 0.5234375}
             assert row["bytes_read"] == int(num_values * ({"bf16": 2, "fp8": 1} | packed)[row["weights"]])
         assert row["router_us"] > 0
+    if kind == "linears":
+        assert row["tflops"] == pytest.approx(2 * row["tokens"] * 192 * 256 / row["median_us"] / 1e6, abs=6e-4)
+        assert row["bytes_read"] < 192 * 256 * (4.1 if row["kernel"] == "torch" else 2.1)
+        assert ("speedup_over_torch" in row) == (row["kernel"] == "dcpmla")
     if row.get("operation") == "selection":  # of keys of 128 numbers, or of as many bytes and a scale
         assert row["index_bytes"] == 2 * 70 // row["dcp"] * (512 if row["index_cache_dtype"] == "auto" else 132)
         assert row["index_gb_per_s"] == pytest.approx(row["index_bytes"] / row["index_scores_us"] / 1e3, abs=0.06)
@@ -192,6 +208,7 @@ def scaled(result: Any) -> Any:
         (f"{SPARSE} --batch 2 -dcp 1 --heads 3", "sparse:SelectionInputs.score", torch.neg, "different", 2),
         ("output --heads 2 --tokens 3", "output:OutputInputs.fused", lambda r: r.view(torch.uint8) ^ 1, "different", 5),
         (f"{EXPERTS} --tokens 5", "experts:ExpertsInputs.ours", scaled, "error", 7),
+        (f"{LINEARS} --tokens 5", "linears:LinearInputs.ours", scaled, "error", 7),
         ("reduce --tokens 3 --row-width 64", "exchange_inputs:AddNorm.run", scaled, "error", 1),
     ],
 )

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dcpmla.cache import hot as spec
-from dcpmla.cache.hot import HotSet, HotSizes
+from dcpmla.cache import hot_set
+from dcpmla.cache.hot_set import HotSet, HotSizes
 from tests.support.hopper import ptx_for_hopper
 from tests.support.kernels import on_both, run_kernels
 
@@ -35,7 +36,7 @@ class PlainSet:
         hot = {slot for _, slot in self.rows}
         missed = list(dict.fromkeys(slot for slot in chosen if slot not in hot))
         self.rows = [(self.now if slot in chosen else used, slot) for used, slot in self.rows]
-        by_age = sorted(range(len(self.rows)), key=lambda row: -min(self.now - self.rows[row][0], spec.MAX_AGE))
+        by_age = sorted(range(len(self.rows)), key=lambda row: -min(self.now - self.rows[row][0], hot_set.MAX_AGE))
         old = [row for row in by_age if self.rows[row][0] < self.now][: len(missed)]
         for row, slot in zip(sorted(old), missed, strict=False):
             self.rows[row] = self.now, slot
@@ -51,7 +52,7 @@ def new_sets(
     """Return the sets of two layers with scratch rows for max_tokens, which hold NaN."""
     row_bytes = WIDTH * dtype.itemsize
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spec, "SCRATCH_BYTES", max_tokens * TOPK * row_bytes)
+        patch.setattr(hot_set, "SCRATCH_BYTES", max_tokens * TOPK * row_bytes)
         sizes = HotSizes(2, num_rows, TOPK, WIDTH, dtype)
         tensors = [torch.zeros(shape, dtype=kind, device=device) for shape, kind in sizes.tensors(num_slots)]
         tensors[0].view(torch.uint8).fill_(0xFF)

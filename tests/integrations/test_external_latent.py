@@ -19,11 +19,14 @@ WIDE = dataclasses.replace(SMALL, num_heads=2, kv_lora_rank=128, qk_nope_head_di
 
 def modules_of(layer: MLAAttention) -> MLAModules:
     """Return a layer's projections as an engine would hand them over, none of them a module."""
-    compressed = layer.config.q_lora_rank is not None
-    down = layer.fused_qkv_a_proj if compressed else layer.kv_a_proj
+    compressed, fused = layer.config.q_lora_rank is not None, layer.fused_qkv_a_proj
+    q_dim = 0 if compressed else layer.q_heads.count * layer.config.query_width
+    q_weight, down = fused.weight.tensor_split((q_dim,))
+    q_bias, down_bias = (None, None) if fused.bias is None else fused.bias.tensor_split((q_dim,))
+    q_parts = (layer.q_b_proj.weight, None) if compressed else (q_weight, q_bias)
     return MLAModules(
-        down_proj=lambda x: F.linear(x, down.weight, down.bias),
-        q_proj=lambda x: F.linear(x, layer.query_proj.weight),
+        down_proj=lambda x: F.linear(x, down, down_bias),
+        q_proj=lambda x: F.linear(x, *q_parts),
         q_a_layernorm=layer.q_a_layernorm.weight if compressed else None,
         kv_a_layernorm=layer.kv_a_layernorm.weight,
         w_kv_b=layer.kv_b_proj.weight,
@@ -134,9 +137,7 @@ def compare_fields() -> dict[str, str]:
 
 
 # Parameters whose work an engine's callables do.
-HELD = {
-    f"{part}.{kind}" for part in ("fused_qkv_a_proj", "kv_a_proj", "q_b_proj", "o_proj") for kind in ("weight", "bias")
-}
+HELD = {f"{part}.{kind}" for part in ("fused_qkv_a_proj", "q_b_proj", "o_proj") for kind in ("weight", "bias")}
 
 
 def test_every_field_reaches_the_layer_or_is_refused() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcpmla.cache import hot
-from dcpmla.cache.hot import HotSet
+from dcpmla.cache import hot_set
+from dcpmla.cache.hot_set import HotSet
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.runtime.engine import Engine
@@ -69,7 +69,7 @@ def serve_twice(
     results = []
     prompts = draw_prompts(LENGTHS)
     for dcp in layouts:
-        hot.SCRATCH_BYTES = scratch_tokens * TOPK * 24 * 4
+        hot_set.SCRATCH_BYTES = scratch_tokens * TOPK * 24 * 4
         options = EngineOptions(max_num_seqs=4, max_num_batched_tokens=33, dtype="float32", kv_offloading_size=0.02)
         engine = load_engine_on_rank(directory, dcp, options, MAX_LEN, device_type)
         sets = poison(engine)
@@ -126,7 +126,7 @@ class HotRowEngines(RowEngines):
 
 def serve_row(directory: Path, row: Row, device_type: str) -> Served:
     """On one rank: serve a row's conversations, three tokens in a call of attention."""
-    hot.SCRATCH_BYTES = 3 * TOPK * 24 * 4
+    hot_set.SCRATCH_BYTES = 3 * TOPK * 24 * 4
     return HotRowEngines(row, directory, directory.with_name("disk"), device_of(device_type)).serve()
 
 

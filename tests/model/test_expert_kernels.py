@@ -21,7 +21,7 @@ def check_blocks(device: str) -> None:
     """Check that every route is in one block of its expert, in order, and no block is missing."""
     from dcpmla.model.kernels.blocks import assign_blocks
 
-    for num_tokens, num_experts, rows in ((7, 5, 4), (1500, 3, 16), (3, 40, 8), (12000, 3, 64)):
+    for num_tokens, num_experts, rows in ((7, 5, 4), (1500, 3, 16), (3, 40, 8), (12000, 3, 64), (300, 8, 16)):
         ids = torch.randint(-2, num_experts + 2, (num_tokens, 3), generator=torch.Generator().manual_seed(0)).int()
         experts, routes, number = (part.cpu() for part in assign_blocks(ids.to(device), num_experts, rows))
         wanted_experts, wanted_routes = [], []
@@ -38,6 +38,20 @@ def check_blocks(device: str) -> None:
 @on_both
 def test_blocks(device: str) -> None:
     run_kernels(device, check_blocks)
+
+
+@pytest.mark.parametrize("chunk", [256, 1024])
+def test_blocks_of_one_chunk_compile(chunk: int) -> None:
+    """Without counts that another kernel has made: each program makes its own."""
+    from triton.compiler import ASTSource
+
+    from dcpmla.model.kernels.blocks import assign_kernel
+
+    types = {"num_routes": "i32", "num_experts": "i32", "max_blocks": "i32"}
+    types |= {f"{name}_ptr": "*i32" for name in ("ids", "counts", "experts", "routes", "num_blocks")}
+    constants = {"counts_ptr": None, "ROWS": 64, "BINS": 512, "SPANS": 1, "CHUNK": chunk}
+    _, said = compile_for_hopper(assign_kernel, ASTSource, types, constants, num_warps=4)
+    assert "0 bytes spill stores" in said
 
 
 @pytest.mark.parametrize(

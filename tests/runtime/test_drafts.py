@@ -3,6 +3,7 @@
 import gc
 import random
 import weakref
+from array import array
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -220,6 +221,19 @@ def test_a_lookup_finds_the_latest_of_the_longest_matches(text: list[int], num_w
         best = max(best, (length, end))
     expected = np.resize(text[best[1] :], num_wanted).tolist() if best[0] > 2 else [NO_DRAFT] * num_wanted
     assert find_following(torch.tensor(text), num_wanted).tolist() == expected
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.lists(st.integers(0, 3), max_size=12))
+@example(prompt=[1, 2, 3], new=[1, 2, 3])
+@example(prompt=[1, 2, 3, 1], new=[2, 3])
+def test_requests_are_candidates_whose_last_three_tokens_occurred_before(prompt: list[int], new: list[int]) -> None:
+    drafter, request = NgramDrafter(3, torch.device("cpu")), Request(array("i", prompt), SamplingParams())
+    for token in new:
+        request.append(token, frozenset())
+        text = [*prompt, *request.token_ids]
+        trigrams = [tuple(text[end - 3 : end]) for end in range(3, len(text) + 1)]
+        expected = [request] if trigrams and trigrams[-1] in trigrams[:-1] else []
+        assert drafter.candidates([request]) == expected
 
 
 class Copying(HashModel):

@@ -22,7 +22,7 @@ from dcpmla.attention.select.step import SelectedTokens, SparseMetadata, check_s
 from dcpmla.attention.step.chunks import PrefillMetadata
 from dcpmla.attention.step.metadata import DecodeMetadata, StepMetadata, begin_attention, part_tokens
 from dcpmla.cache.formats import check_cache, is_quantized, row_width
-from dcpmla.cache.hot import HotSet, forget_hot_rows
+from dcpmla.cache.hot import forget_hot_rows
 from dcpmla.cache.layers import LayerCache
 from dcpmla.config import MLAConfig
 from dcpmla.parallel.linear import Weight
@@ -286,19 +286,17 @@ class MLAAttention(AttentionWeights):
 
     def _absorbed_in_parts(self, tokens: Tokens, cache: LayerCache, decode: DecodeMetadata, output: OutputRows) -> None:
         """Append the output of decode tokens, in parts, so that memory is bounded. Collective."""
-        max_tokens, kv_cache = (
-            part_tokens(self.num_heads * self.dcp.decode_context_parallel_size, self.dcp),
-            cache.latents,
-        )
+        max_tokens = part_tokens(self.num_heads * self.dcp.decode_context_parallel_size, self.dcp)
         if tokens.selection is not None:
-            kv_cache, decode = selected_rows(kv_cache, tokens.selection, decode.workspace)
+            pages, decode = selected_rows(cache.latents, tokens.selection, decode.workspace)
+            cache = cache._replace(latents=pages)
         if cache.hot is not None:
             max_tokens = min(max_tokens, cache.hot.max_tokens)
         if plain(tokens.q_c).shape[0] <= max_tokens:  # a compiler cannot trace the loop
-            self._absorbed(tokens, kv_cache, decode, cache.hot, output)
+            self._absorbed(tokens, cache, decode, output)
             return
         for rows, part in decode.parts(max_tokens):
-            self._absorbed(tokens.rows(rows), kv_cache, part, cache.hot, output)
+            self._absorbed(tokens.rows(rows), cache, part, output)
 
     def _prefill(
         self,
@@ -327,12 +325,10 @@ class MLAAttention(AttentionWeights):
         )
         output.append(out, lse, mha.gates)
 
-    def _absorbed(
-        self, tokens: Tokens, kv_cache: Tensor, decode: DecodeMetadata, hot: HotSet | None, output: OutputRows
-    ) -> None:
+    def _absorbed(self, tokens: Tokens, cache: LayerCache, decode: DecodeMetadata, output: OutputRows) -> None:
         """Attend with absorbed queries to the latents of all ranks, apply W_UV, and append the output. Collective."""
-        if hot is not None:
-            kv_cache, decode = hot_rows(hot, kv_cache, decode)
+        if cache.hot is not None:
+            cache, decode = hot_rows(cache, decode)
         q, gates = self.project_query(tokens, slice(0, self.q_heads.count))
         gates = None if gates is None else gates[:, self.q_heads.own]
         dcp, held = self.dcp, slice(None) if self.dcp.dcp_q_replicate else self.kv_heads.own
@@ -340,7 +336,7 @@ class MLAAttention(AttentionWeights):
         project_first = dcp.dcp_project_before_merge and q.shape[0] >= PROJECT_FIRST_TOKENS
         call = decode_call(
             absorbed if dcp.dcp_q_replicate else self.exchange.gather_heads(absorbed),
-            kv_cache,
+            cache.latents,
             decode,
             self.config.softmax_scale,
             self.config.kv_lora_rank,

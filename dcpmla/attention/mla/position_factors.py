@@ -60,14 +60,9 @@ class ReusingAttention(FactoredAttention):
     Its cache is the source's. With an fp8 cache, its `kv_scale` has to be the source's, too.
     """
 
-    @property
-    def down_proj(self) -> Linear:
-        """The projection of queries, the only one of hidden states."""
-        return self.q_proj
-
     def latents_of(self, hidden_states: PlainRows, kv_cache: Tensor, step: StepMetadata) -> tuple[PlainRows, Tensor]:
-        """Return the query projection's input and the source's latents."""
-        return hidden_states, reused_latents(step)[self.config.use_rope]
+        """Return queries and the source's latents."""
+        return self.fused_qkv_a_proj(hidden_states), reused_latents(step)[self.config.use_rope]
 
     def up_projection(self) -> Tensor:
         """Return each own head's W_UK stacked on its W_UV (`AttentionWeights.up_projection`)."""
@@ -75,17 +70,20 @@ class ReusingAttention(FactoredAttention):
         return unquantized(self._w_kv_b(self.kv_heads.own, slice(0, None)), self.head_factors.scale)
 
     def _make_down(self, new: dict[str, Any]) -> None:
-        """Make nothing."""
+        """Make the projection of queries, the only one of hidden states."""
+        self.fused_qkv_a_proj = Linear(self.config.input_parts * self.config.hidden_size, self._q_dim, **new)
 
     def _load_down(self, weights: Mapping[str, Weight]) -> None:
-        """Load nothing."""
+        """Read this rank's part of the projection of queries."""
+        self.fused_qkv_a_proj.load(self._read_queries(weights, "q_proj.weight", self.fused_qkv_a_proj))
 
     def _calculate_scales(self, hidden_states: PlainRows, kv_cache: Tensor, step: StepMetadata) -> None:
         """Set the queries' scale from tokens of prompts; the source has set the latents'. Collective."""
         prefills = slice(step.num_decode_tokens, step.num_tokens)
         self._scales_pending = False
         factors = rows_or_none(step.query_factor, prefills)
-        self._calculate_q_scale(Tokens(hidden_states[prefills], rows_or_none(step.cos_sin, prefills), factors))
+        queries = self.fused_qkv_a_proj(hidden_states[prefills])
+        self._calculate_q_scale(Tokens(queries, rows_or_none(step.cos_sin, prefills), factors))
 
 
 def reused_latents(step: StepMetadata) -> dict[bool, Tensor]:

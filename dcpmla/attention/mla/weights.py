@@ -15,18 +15,18 @@ from dcpmla.attention.projection_calls import LatentWrite, QueryAbsorption
 from dcpmla.attention.projections import absorb_query, norm_rope_cache, project_latents, rotate_query_
 from dcpmla.attention.select.step import SelectedTokens
 from dcpmla.config import MLAConfig
-from dcpmla.parallel.formats import BLOCK, Quantized, is_block_fp8
+from dcpmla.parallel.formats import BLOCK, AnyWeight, Quantized, is_block_fp8
 from dcpmla.parallel.linear import Linear, RowParallelLinear, Weight, fill, read_linear, read_weight, shard, unquantized
 from dcpmla.parallel.mesh import DCPMesh
-from dcpmla.parallel.quantized import NormedRows, PlainRows, unpack
+from dcpmla.parallel.quantized import NormedRows, PlainRows, plain, unpack
 
 
 class Tokens(NamedTuple):
     """Tokens of a step, as inputs of the query projection, and the selection of tokens that they attend to.
 
     Attributes:
-        q_c: Query latents [T, Lq] after their norm, or hidden states [T, hidden] where queries are not compressed; with
-            query_gates [T, 2 Lq], followed by the latents before their norm.
+        q_c: Query latents [T, Lq] after their norm; with query_gates [T, 2 Lq], followed by the latents before their
+            norm. Where queries are not compressed: queries of `q_heads` [T, n (P + R)], without RoPE.
         cos_sin, query_factor: The tokens' rows of the same tensors in `StepMetadata`.
         selection: Selected tokens; None if each token attends to all tokens up to itself.
     """
@@ -101,13 +101,13 @@ class HeldHeads:
 class AttentionWeights(nn.Module):
     """Parameters and scales of `dcpmla.MLAAttention`, which documents arguments, errors and the scales.
 
-    Models that compress queries have fused_qkv_a_proj and q_b_proj, others kv_a_proj and q_proj. kv_b_proj holds W_UK
-    and W_UV. Every rank holds the down-projection and the norms whole. Other weights are of this rank's `num_heads`
-    heads; with dcp_q_replicate the query projection and kv_b_proj have all heads of the DCP group (`q_heads`,
-    `kv_heads`), with dcp_project_before_merge kv_b_proj has them. A weight in fp8 stays fp8 where blocks of 128 x 128
-    remain whole. It is dequantized if the rank's slice cuts a block, if its columns are no multiple of 128, or if W_UK
-    and W_UV share a block. fused_qkv_a_proj stacks q_a on kv_a: both are dequantized if q_a's rows are no multiple of
-    128, or if one of the two is not in fp8.
+    fused_qkv_a_proj stacks q_a on kv_a, or the whole query projection in a model that does not compress queries; only
+    others have q_b_proj. kv_b_proj holds W_UK and W_UV. Every rank holds q_a, kv_a and the norms whole. Other weights
+    are of this rank's `num_heads` heads; with dcp_q_replicate the query projection and kv_b_proj have all heads of the
+    DCP group (`q_heads`, `kv_heads`), with dcp_project_before_merge kv_b_proj has them. A weight in fp8 stays fp8 where
+    blocks of 128 x 128 remain whole. It is dequantized if the rank's slice cuts a block, if its columns are no multiple
+    of 128, or if W_UK and W_UV share a block. Both weights of fused_qkv_a_proj are dequantized if the first one's rows
+    are no multiple of 128, or if one of the two is not in fp8.
     """
 
     kv_scale: Tensor | None
@@ -134,12 +134,9 @@ class AttentionWeights(nn.Module):
 
     def make_parameters(self, new: dict[str, Any]) -> None:
         """Make parameters that `load_weights` fills; `new` holds the keyword arguments of each."""
-        config = self.config
-        width, q_dim = config.input_parts * config.hidden_size, self.q_heads.count * config.query_width
-        if config.q_lora_rank is None:
-            self.q_proj = Linear(width, q_dim, **new)
-        else:
-            self.q_b_proj = Linear(config.q_lora_rank * (1 + config.query_gates), q_dim, **new)
+        config, width = self.config, self.config.input_parts * self.config.hidden_size
+        if config.q_lora_rank is not None:
+            self.q_b_proj = Linear(config.q_lora_rank * (1 + config.query_gates), self._q_dim, **new)
         self._make_down(new)
         kv_b_dim = self.kv_heads.count * (config.qk_nope_head_dim + config.v_head_dim)
         self.kv_b_proj = Linear(config.kv_lora_rank, kv_b_dim, **new)
@@ -153,27 +150,20 @@ class AttentionWeights(nn.Module):
             self.head_factors = HeadFactors(config.num_heads, **new)
 
     def _make_down(self, new: dict[str, Any]) -> None:
-        """Make the down-projection and the norms of latents."""
+        """Make the projection of hidden states, and the norms of latents."""
         config, width = self.config, self.config.input_parts * self.config.hidden_size
-        if config.q_lora_rank is None:
-            self.kv_a_proj = Linear(width, config.down_width, config.attention_bias, **new)
-        else:
-            num_rows = config.q_lora_rank + config.down_width
-            self.fused_qkv_a_proj = Linear(width, num_rows, config.attention_bias, **new)
+        num_rows = (config.q_lora_rank or self._q_dim) + config.down_width
+        self.fused_qkv_a_proj = Linear(width, num_rows, config.attention_bias, **new)
+        if config.q_lora_rank is not None:
             self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, config.rms_norm_eps, **new)
         self.kv_a_layernorm = nn.RMSNorm(config.kv_lora_rank, config.rms_norm_eps, **new)
         if config.norms_k_pe:
             self.k_pe_layernorm = nn.RMSNorm(config.qk_rope_head_dim, config.rms_norm_eps, **new)
 
     @property
-    def down_proj(self) -> Linear:
-        """The projection to q_c, kv_c and k_pe, without q_c if the model does not compress queries."""
-        return self.kv_a_proj if self.config.q_lora_rank is None else self.fused_qkv_a_proj
-
-    @property
-    def query_proj(self) -> Linear:
-        """The projection that makes queries from q_c, or from hidden states in a model that does not compress them."""
-        return self.q_proj if self.config.q_lora_rank is None else self.q_b_proj
+    def _q_dim(self) -> int:
+        """Number of columns of the queries of `q_heads`."""
+        return self.q_heads.count * self.config.query_width
 
     def w_uk(self, heads: slice) -> Tensor | Quantized:
         """Return W_UK [n, P, L] of some of `kv_heads`, which is absorbed into decode's queries."""
@@ -198,14 +188,21 @@ class AttentionWeights(nn.Module):
     @property
     def takes_quantized(self) -> bool:
         """Return whether quantized hidden states save work."""
-        return self.down_proj.takes_quantized
+        return self.fused_qkv_a_proj.takes_quantized
+
+    def project_hidden(self, hidden_states: PlainRows) -> tuple[Tensor | None, Tensor]:
+        """Return queries of `q_heads` [T, n (P + R)], None if they are compressed, and q_c, kv_c and k_pe before their
+        norms [T, Lq + L + R].
+        """
+        down = self.fused_qkv_a_proj(hidden_states)
+        return (down[:, : self._q_dim], down[:, self._q_dim :]) if self.config.q_lora_rank is None else (None, down)
 
     def down_project(
         self, hidden_states: PlainRows, kv_cache: Tensor, slots: Tensor, cos_sin: Tensor | None
     ) -> tuple[PlainRows, Tensor]:
-        """Cache the latents; return the query projection's input (`Tokens.q_c`), and the latents before rounding."""
+        """Cache the latents; return `Tokens.q_c`, and the latents before rounding."""
         config, has_q_c = self.config, self.config.q_lora_rank is not None
-        down = self.down_proj(hidden_states)
+        queries, down = self.project_hidden(hidden_states)
         call = LatentWrite(
             down if config.projects_pe else F.pad(down, (0, config.qk_rope_head_dim)),
             kv_cache,
@@ -224,7 +221,7 @@ class AttentionWeights(nn.Module):
         if config.query_gates:
             return torch.cat([q_c, down[:, : q_c.shape[1]]], -1), latents
         # q_c with its fp8 codes, or alone if it was not quantized
-        return NormedRows.join(q_c, *codes) if has_q_c else hidden_states, latents
+        return NormedRows.join(q_c, *codes) if queries is None else queries, latents
 
     def project_query(self, tokens: Tokens, heads: slice) -> tuple[Tensor, Tensor | None]:
         """Return queries [T, n, P + R] before RoPE, times their factors, and with query_gates logits [T, n, V].
@@ -232,7 +229,8 @@ class AttentionWeights(nn.Module):
         `heads` is a slice of q_heads. Without projects_pe the last R columns are zeros.
         """
         config, width, gates = self.config, self.config.query_width, None
-        q = self.query_proj.product(tokens.q_c, slice(heads.start * width, heads.stop * width))
+        columns = slice(heads.start * width, heads.stop * width)
+        q = plain(tokens.q_c)[:, columns] if config.q_lora_rank is None else self.q_b_proj.product(tokens.q_c, columns)
         q = q.unflatten(-1, (-1, width))
         if config.query_gates:
             q, gates = q[..., : config.qk_head_dim], q[..., config.qk_head_dim :]
@@ -250,6 +248,8 @@ class AttentionWeights(nn.Module):
         """
         q, gates = self.project_query(tokens, self.q_heads.own)
         if tokens.cos_sin is not None:
+            if self.config.q_lora_rank is None:
+                q = q.clone(memory_format=torch.contiguous_format)  # absorbed queries rotate their own
             rotate_query_(q, tokens.cos_sin, self.config.rope_interleaved)
         w_kv_b, rank = self.up_projection(), self.config.kv_lora_rank
         kv = None if own is None else project_latents(own[:, :rank], w_kv_b, self.dcp.deterministic)
@@ -282,9 +282,8 @@ class AttentionWeights(nn.Module):
         config, tp_group = self.config, self.mesh.tp_group
         hidden, rank = config.hidden_size, config.kv_lora_rank
         kv_b_width, o_cols = config.qk_nope_head_dim + config.v_head_dim, config.num_heads * config.v_head_dim
-        q_name = "q_proj.weight" if config.q_lora_rank is None else "q_b_proj.weight"
-        q_shape = config.num_heads * config.query_width, self.query_proj.in_features
-        self.query_proj.load(read_linear(weights, q_name, q_shape, self.q_heads.rows(config.query_width)))
+        if config.q_lora_rank is not None:
+            self.q_b_proj.load(self._read_queries(weights, "q_b_proj.weight", self.q_b_proj))
         self._load_down(weights)
         kv_b_shape = config.num_heads * kv_b_width, rank
         kv_b = read_linear(weights, "kv_b_proj.weight", kv_b_shape, self.kv_heads.rows(kv_b_width))
@@ -306,15 +305,24 @@ class AttentionWeights(nn.Module):
         if config.attention_bias:
             fill(self.o_proj.bias, read_weight(weights, "o_proj.bias", (hidden,)))
 
+    def _read_queries(self, weights: Mapping[str, Weight], name: str, linear: Linear) -> AnyWeight:
+        """Read the rows of `q_heads` of a projection to queries."""
+        width = self.config.query_width
+        return read_linear(weights, name, (self.config.num_heads * width, linear.in_features), self.q_heads.rows(width))
+
     def _load_down(self, weights: Mapping[str, Weight]) -> None:
-        config, down = self.config, {"kv_a_proj_with_mqa": self.config.down_width}
-        if config.q_lora_rank is not None:
-            down = {"q_a_proj": config.q_lora_rank, **down}
-            fill(self.q_a_layernorm.weight, read_weight(weights, "q_a_layernorm.weight", (config.q_lora_rank,)))
-        shapes = {name: (rows, self.down_proj.in_features) for name, rows in down.items()}
-        self.down_proj.load(*(read_linear(weights, f"{name}.weight", shape) for name, shape in shapes.items()))
-        if config.attention_bias:
-            fill(self.down_proj.bias, *(read_weight(weights, f"{name}.bias", (rows,)) for name, rows in down.items()))
+        config, linear = self.config, self.fused_qkv_a_proj
+        q_rows = config.q_lora_rank or self._q_dim
+        if config.q_lora_rank is None:
+            queries = self._read_queries(weights, "q_proj.weight", linear)
+        else:
+            queries = read_linear(weights, "q_a_proj.weight", (q_rows, linear.in_features))
+            fill(self.q_a_layernorm.weight, read_weight(weights, "q_a_layernorm.weight", (q_rows,)))
+        linear.load(queries, read_linear(weights, "kv_a_proj_with_mqa.weight", (config.down_width, linear.in_features)))
+        if config.attention_bias:  # a projection to whole queries has none
+            has_bias = config.q_lora_rank is not None
+            q_bias = read_weight(weights, "q_a_proj.bias", (q_rows,)) if has_bias else torch.zeros(q_rows)
+            fill(linear.bias, q_bias, read_weight(weights, "kv_a_proj_with_mqa.bias", (config.down_width,)))
         fill(self.kv_a_layernorm.weight, read_weight(weights, "kv_a_layernorm.weight", (config.kv_lora_rank,)))
         if self.k_pe_layernorm is not None:
             k_pe_norm = read_weight(weights, "k_rope_only_layernorm.weight", (config.qk_rope_head_dim,))

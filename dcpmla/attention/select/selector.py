@@ -15,8 +15,9 @@ from dcpmla.attention.select.slots import SlotLayout
 from dcpmla.attention.select.step import SelectedTokens, SparseMetadata
 from dcpmla.attention.select.topk import choose_tokens, local_candidates
 from dcpmla.attention.step.metadata import DecodeMetadata
-from dcpmla.cache.hot import HotSet, fetch_hot_rows
+from dcpmla.cache.hot import fetch_hot_rows
 from dcpmla.cache.index_keys import index_row_width, index_storage_dtype
+from dcpmla.cache.layers import LayerCache
 from dcpmla.comm.exchange import Exchange
 from dcpmla.config import DCPConfig
 from dcpmla.indexer_config import IndexerConfig
@@ -111,16 +112,16 @@ class TokenSelector:
         return max(1, WORKSPACE_BYTES // max(4 * num_columns, candidate_bytes))
 
 
-def hot_rows(hot: HotSet, latents: Tensor, decode: DecodeMetadata) -> tuple[Tensor, DecodeMetadata]:
-    """Return what `selected_rows` does for a layer whose latents are in host memory: the selected rows of some tokens
-    where the device has copies of them, in the same order.
+def hot_rows(cache: LayerCache, decode: DecodeMetadata) -> tuple[LayerCache, DecodeMetadata]:
+    """Return a cache and metadata to attend to copies of selected rows on the device, in the same order.
 
     Args:
-        latents: Cached rows [num_blocks, block_size, width].
-        decode: Metadata of the tokens from `selected_rows`, no more than `HotSet.max_tokens`.
+        cache: Cache of a layer whose latents are in host memory.
+        decode: Metadata of at most `HotSet.max_tokens` tokens (`selected_rows`).
     """
-    table = fetch_hot_rows(hot, latents, decode.block_table, decode.local_seq_lens)
-    return hot.pool, replace(decode, block_table=table)
+    assert cache.hot is not None
+    table = fetch_hot_rows(cache.hot, cache.latents, decode.block_table, decode.local_seq_lens)
+    return cache._replace(latents=cache.hot.pool), replace(decode, block_table=table)
 
 
 def selected_rows(

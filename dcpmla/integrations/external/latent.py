@@ -15,7 +15,7 @@ from dcpmla.integrations.external.indexer import ExternalIndexer, IndexerModules
 from dcpmla.integrations.external.linear import ExternalLinear, Projection, external_norm, external_parameters
 from dcpmla.parallel.formats import BLOCK, Quantized
 from dcpmla.parallel.linear import Linear, Weight
-from dcpmla.parallel.quantized import unpack
+from dcpmla.parallel.quantized import PlainRows, unpack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,8 @@ class MLAModules:
         down_proj: Projection [T, hidden] -> [T, Lq + L + R]: query latent (none without q_lora_rank), latent, rope part
             of the key, before their norms.
         q_proj: Projection of q_c [T, Lq] after its norm, or [T, hidden] without q_lora_rank -> [T, h (P + R)], not
-            rotated, in new memory: prefill rotates it in place. With dcp_q_replicate h are the whole DCP group's heads.
+            rotated, in new memory: prefill may rotate it in place. With dcp_q_replicate h are the whole DCP group's
+            heads.
             With query_gates its input is [T, 2 Lq], the latent before its norm last, and each head has V more columns.
         q_a_layernorm: Weight [Lq]; None without q_lora_rank.
         kv_a_layernorm: Weight [L].
@@ -96,11 +97,8 @@ class ExternalAttention(MLAAttention):
     def __init__(self, config: MLAConfig, placement: Placement, modules: MLAModules, skip_topk: bool = False) -> None:
         super().__init__(config, placement, skip_topk or modules.indexer is not None)
         modules.check(config, self.num_heads, self.kv_heads.count)
-        down_proj, query_proj = ExternalLinear(modules.down_proj), ExternalLinear(modules.q_proj)
-        if modules.q_a_layernorm is None:
-            self.kv_a_proj, self.q_proj = down_proj, query_proj
-        else:
-            self.fused_qkv_a_proj, self.q_b_proj = down_proj, query_proj
+        self.fused_qkv_a_proj, self.q_b_proj = ExternalLinear(modules.down_proj), ExternalLinear(modules.q_proj)
+        if modules.q_a_layernorm is not None:
             self.q_a_layernorm = external_norm(modules.q_a_layernorm, config.rms_norm_eps)
         self.kv_a_layernorm = external_norm(modules.kv_a_layernorm, config.rms_norm_eps)
         if modules.k_pe_layernorm is not None:
@@ -117,6 +115,11 @@ class ExternalAttention(MLAAttention):
 
     def make_parameters(self, new: dict[str, Any]) -> None:
         """Make nothing; the engine has."""
+
+    def project_hidden(self, hidden_states: PlainRows) -> tuple[Tensor | None, Tensor]:
+        """Return queries and latents (`AttentionWeights.project_hidden`), each of the engine's own projection."""
+        down = self.fused_qkv_a_proj(hidden_states)
+        return None if self.config.q_lora_rank is not None else self.q_b_proj(hidden_states), down
 
     def load_parameters(self, weights: Mapping[str, Weight]) -> None:
         """Raise ValueError for weights other than scales, and those of an indexer."""

@@ -39,12 +39,18 @@ def assign_kernel(
     CHUNK: tl.constexpr,
 ):
     """Write a span's routes to an expert, one program per (expert, span). Programs of the id num_experts mark the
-    unused blocks.
+    unused blocks. Without counts there is one chunk, which each program counts itself.
     """
     expert, span, num_spans = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     other, spans = tl.arange(0, BINS)[:, None], tl.arange(0, SPANS)[None, :]
-    counts_ptrs = counts_ptr + other * num_spans + spans
-    counts = tl.load(counts_ptrs, mask=(other < num_experts) & (spans < num_spans), other=0)
+    if counts_ptr is None:
+        route = tl.arange(0, CHUNK)
+        ids = tl.load(ids_ptr + route, mask=route < num_routes, other=-1)
+        is_held = (ids >= 0) & (ids < num_experts)
+        counts = tl.histogram(tl.where(is_held, ids, 0), BINS, mask=is_held)[:, None]
+    else:
+        counts_ptrs = counts_ptr + other * num_spans + spans
+        counts = tl.load(counts_ptrs, mask=(other < num_experts) & (spans < num_spans), other=0)
     num_before = tl.sum(tl.where((other == expert) & (spans < span), counts, 0))
     num_blocks = (tl.sum(counts, 1) + ROWS - 1) // ROWS
     start = tl.sum(tl.where(tl.arange(0, BINS) < expert, num_blocks, 0))
@@ -91,13 +97,14 @@ def assign_blocks(expert_ids: Tensor, num_experts: int, rows: int) -> Blocks:
     num_routes = expert_ids.numel()
     max_blocks = num_routes // rows + min(num_experts, num_routes)
     num_spans = triton.cdiv(num_routes, _SPAN.value)
-    counts, experts, routes, number = (
-        torch.empty(shape, dtype=torch.int32, device=expert_ids.device)
-        for shape in ((num_experts, num_spans), max_blocks, (max_blocks, rows), 1)
+    experts, routes, number = (
+        torch.empty(shape, dtype=torch.int32, device=expert_ids.device) for shape in (max_blocks, (max_blocks, rows), 1)
     )
     chunk = next((chunk for chunk in _CHUNKS if num_routes <= chunk), _CHUNKS[-1])
-    sizes = {"CHUNK": chunk, "num_warps": 8 if chunk == _CHUNKS[-1] else 4}
-    count_kernel[(num_experts, num_spans)](expert_ids, counts, num_routes, **sizes)
+    sizes, counts = {"CHUNK": chunk, "num_warps": 8 if chunk == _CHUNKS[-1] else 4}, None
+    if chunk == _CHUNKS[-1]:
+        counts = torch.empty(num_experts, num_spans, dtype=torch.int32, device=expert_ids.device)
+        count_kernel[(num_experts, num_spans)](expert_ids, counts, num_routes, **sizes)
     assign_kernel[(num_experts + 1, num_spans)](
         expert_ids,
         counts,
