@@ -5,6 +5,7 @@ hold NaN, and the same features in use as without.
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +14,14 @@ from dcpmla.cache import hot_set
 from dcpmla.cache.hot_set import HotSet
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.engine_options import EngineOptions
+from dcpmla.integrations.transfers import check_role
+from dcpmla.llm import LLM
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.sampling import SamplingParams
 from tests.integrations.test_combinations import RowEngines, Served, check, save, words_of
 from tests.support.combinations import Row
-from tests.support.kernels import on_both
 from tests.support.layouts import dcp_config
-from tests.support.models import save_tiny
+from tests.support.models import FAMILIES, save_tiny
 from tests.support.oracle import Answer, Oracle
 from tests.support.ranks import run_ranks
 from tests.support.whole_models import answers_of, device_of, draw_prompts, load_engine_on_rank
@@ -130,19 +132,81 @@ def serve_row(directory: Path, row: Row, device_type: str) -> Served:
     return HotRowEngines(row, directory, directory.with_name("disk"), device_of(device_type)).serve()
 
 
-ROWS = [
-    "deepseek_v32|dcp 2 by token|mtp|short steps|prefix hits|no tiers|preemption|exact|any order|graphs|free|two choices",
-    "glm_moe_dsa|tp 1|mtp|long steps|prefix hits|no tiers|ample|exact|any order|graphs|free|two choices",
-    "glm_moe_dsa|dcp 2 in groups|ngram|long steps|prefix hits|no tiers|preemption|8 bits|any order|eager|free|one choice",
-    "hy_v4|tp 2|no drafts|short steps|prefix hits|no tiers|preemption|exact|any order|graphs|free|two choices",
-    "axk2|tp 1|ngram|short steps|prefix hits|no tiers|ample|exact|any order|graphs|free|one choice",
+# By name: a family, and levels of `combinations.FACTORS`.
+ROWS = {
+    "V3.2, MTP, DCP": "deepseek_v32|dcp 2 by token|mtp|short steps|prefix hits|no tiers|preemption|exact|any order|graphs"
+    "|free|two choices",
+    "GLM-5, MTP": "glm_moe_dsa|tp 1|mtp|long steps|prefix hits|no tiers|ample|exact|any order|graphs|free|two choices",
+    "GLM-5, fp8": "glm_moe_dsa|dcp 2 in groups|ngram|long steps|prefix hits|no tiers|preemption|8 bits|any order|eager"
+    "|free|one choice",
+    "HY V4": "hy_v4|tp 2|no drafts|short steps|prefix hits|no tiers|preemption|exact|any order|graphs|free|two choices",
+    "A.X-K2": "axk2|tp 1|ngram|short steps|prefix hits|no tiers|ample|exact|any order|graphs|free|one choice",
+}
+CASES = [
+    pytest.param(name, device, id=f"{name}-{device}", marks=marks[Row.parse(line).num_ranks])
+    for name, line in ROWS.items()
+    for device, marks in (("cpu", {1: (), 2: ()}), ("cuda", {1: pytest.mark.gpu, 2: pytest.mark.gpu_2}))
 ]
 
 
-@pytest.mark.parametrize("line", ROWS)
-@on_both
-def test_features(line: str, device: str, tmp_path: Path) -> None:
-    row = Row.parse(line)
+@pytest.mark.parametrize(("name", "device"), CASES)
+def test_features(name: str, device: str, tmp_path: Path) -> None:
+    """Drafts, steps in graphs, found prefixes, preempted requests, several choices, 8 bits."""
+    row = Row.parse(ROWS[name])
     oracle = Oracle(save(row.family, tmp_path / "model"))
     for served in run_ranks(row.num_ranks, serve_row, tmp_path / "model", row, device, device=device, timeout=500):
         check(row, served, oracle, words_of(tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    ("family", "num_tokens", "options", "words"),
+    [
+        ("deepseek_v3", 24, {}, r"layers of the model \(LatentSpec\) read more than the tokens"),
+        ("mistral_large4_text", 24, {}, r"layers of the model \(FactoredSpec\)"),
+        ("dots3_note_text", 24, {}, r"layers of the model \(WindowSpec\)"),
+        ("glm5_next_text", 24, {}, r"layers of the model \(.*PooledSpec\)"),
+        ("deepseek_v4", 24, {}, r"layers of the model \(.*Spec\)"),
+        ("deepseek_v32", 23, {}, r"it must be at least 24"),
+        ("deepseek_v32", 24, {"kv_offloading_size": None}, r"give its size, kv_offloading_size"),
+        (
+            "deepseek_v32",
+            24,
+            {"kv_offloading_path": "disk", "kv_offloading_disk_size": 1},
+            r"leave kv_offloading_path \(--kv-offloading-path\) out",
+        ),
+    ],
+)
+def test_refusals(family: str, num_tokens: int, options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    if family not in FAMILIES:
+        pytest.skip("transformers lacks the family")
+    save_tiny(family, tmp_path)
+    options = {"kv_hot_tokens": num_tokens, "kv_offloading_size": 0.01, "dtype": "float32", **options}
+    with pytest.raises(ValueError, match=rf"kv_hot_tokens \(--kv-hot-tokens\) is {num_tokens}.*{words}"):
+        LLM(str(tmp_path), **options)
+
+
+def test_servers_of_a_role_refuse() -> None:
+    with pytest.raises(ValueError, match=r"role \(--role\) is decode, but kv_hot_tokens \(--kv-hot-tokens\) 24 keeps"):
+        check_role("decode", DCPConfig(kv_hot_tokens=24))
+    check_role("both", DCPConfig(kv_hot_tokens=24))
+
+
+def test_host_memory_limits_the_blocks(tmp_path: Path) -> None:
+    """The smaller of both memories decides; a step's counts are there to read."""
+    save_tiny("deepseek_v32", tmp_path)
+    options = {"kv_hot_tokens": TOPK, "block_size": 16, "dtype": "float32", "max_num_seqs": 2}
+    row_bytes, num_layers = 24 * 4, 2
+    with LLM(str(tmp_path), kv_offloading_size=100 * 16 * row_bytes * num_layers / 2**30, **options) as llm:
+        engine = llm.engine
+        assert engine.cache.sizes.num_blocks == min(100, 2 * 16)
+        assert engine.offload is None
+        assert engine.hot_counts is not None
+        serve(engine, draw_prompts([100]))
+        engine.hot_counts.totals()  # starts a copy
+        counts = engine.hot_counts.totals()
+    assert counts.keys() == {(layer, name) for layer in "01" for name in ("hit", "miss")}
+    for layer, cache in zip("01", engine.cache, strict=True):
+        assert cache.hot is not None
+        assert [counts[layer, "hit"], counts[layer, "miss"]] == cache.hot.counts[1:3].tolist()
+    with LLM(str(tmp_path), kv_offloading_size=12.5 * 16 * row_bytes * num_layers / 2**30, **options) as llm:
+        assert llm.engine.cache.sizes.num_blocks == 12
