@@ -149,7 +149,7 @@ def test_sizes_hold_any_selection() -> None:
 
 
 def check_kernels(device: str) -> None:
-    """Compare the kernels with the torch code over random steps. Programs in the interpreter run one by one, in order."""
+    """Compare the kernels with the torch code over random steps. In the interpreter programs run in order."""
     from dcpmla.cache import hot_kernels as kernels
 
     kernels._ROWS, kernels._SLOTS, kernels._COPIED_ROWS, kernels._COPY_PROGRAMS = 8, 4, 2, 3

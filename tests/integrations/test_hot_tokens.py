@@ -134,8 +134,8 @@ def serve_row(directory: Path, row: Row, device_type: str) -> Served:
 
 # By name: a family, and levels of `combinations.FACTORS`.
 ROWS = {
-    "V3.2, MTP, DCP": "deepseek_v32|dcp 2 by token|mtp|short steps|prefix hits|no tiers|preemption|exact|any order|graphs"
-    "|free|two choices",
+    "V3.2, MTP, DCP": "deepseek_v32|dcp 2 by token|mtp|short steps|prefix hits|no tiers|preemption|exact|any order"
+    "|graphs|free|two choices",
     "GLM-5, MTP": "glm_moe_dsa|tp 1|mtp|long steps|prefix hits|no tiers|ample|exact|any order|graphs|free|two choices",
     "GLM-5, fp8": "glm_moe_dsa|dcp 2 in groups|ngram|long steps|prefix hits|no tiers|preemption|8 bits|any order|eager"
     "|free|one choice",
