@@ -118,7 +118,7 @@ def test_rows_are_there_and_the_oldest_leave(seed: int, num_rows: int, max_token
     assert first.pool[:num_rows].isnan().all()  # the other layer's
 
 
-def test_scratch_rows_hold_what_finds_no_place() -> None:
+def test_scratch_rows_hold_what_the_set_has_no_room_for() -> None:
     """A set of one selection, and steps of many tokens whose selections are disjoint, then all the same."""
     num_slots = 5 * TOPK
     hot, _ = new_sets(TOPK, num_slots, 5)

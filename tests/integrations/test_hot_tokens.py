@@ -92,6 +92,8 @@ def serve_twice(
     [
         (1, [dcp_config(1, 1, kv_hot_tokens=TOPK, block_size=8)]),
         (2, [dcp_config(2, 1, kv_hot_tokens=50, block_size=8), dcp_config(2, 2, kv_hot_tokens=TOPK, block_size=4)]),
+        # One rank has all of a short context: twice the rows of its set.
+        (2, [dcp_config(2, 2, 32, kv_hot_tokens=TOPK, block_size=32)]),
         (4, [dcp_config(4, 4, 2, kv_hot_tokens=90, block_size=4)]),
     ],
 )
