@@ -216,9 +216,16 @@ def plan_latents(
         num_states: Number of requests' states; not used for layers without states.
         num_drafts: Maximum drafts of a request in a step.
     Raises:
-        ValueError: No sequences, a negative length, or a format that the model cannot have.
+        ValueError: No sequences, a negative length, a format that the model cannot have, or hot tokens with layers that
+            do not select tokens.
     """
     layers = tuple(layers)
+    num_hot_rows = -(-(dcp.kv_hot_tokens or 0) // dcp.decode_context_parallel_size)
+    if num_hot_rows and not all(layer.topk and layer.has_rows and layer.pool_size == 1 for layer in layers):
+        raise ValueError(
+            f"kv_hot_tokens (--kv-hot-tokens) is {dcp.kv_hot_tokens}; it goes with layers that have latents of their "
+            "own and attend to tokens that an indexer selects, and with no others"
+        )
     plan = LatentPlan(
         num_blocks=1,
         dcp_size=dcp.decode_context_parallel_size,
@@ -229,7 +236,7 @@ def plan_latents(
         block_size=dcp.block_size,
         layers=layers,
         interleave=dcp.cp_kv_cache_interleave_size,
-        num_hot_rows=-(-(dcp.kv_hot_tokens or 0) // dcp.decode_context_parallel_size),
+        num_hot_rows=num_hot_rows,
     )
     return plan.for_lengths(seq_lens)
 

@@ -4,6 +4,7 @@ Triton's interpreter without one, and are compiled for Hopper.
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,11 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dcpmla.attention.select.step import check_selection, with_selection
+from dcpmla.attention.step.metadata import StepBuilder
+from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache import hot as spec
 from dcpmla.cache import hot_set
 from dcpmla.cache.hot_set import HotSet, HotSizes
+from dcpmla.cache.latent import LatentCache
+from dcpmla.cache.layers import LayerCache
+from dcpmla.config import MLAConfig
+from dcpmla.indexer_config import IndexerConfig
 from tests.support.hopper import ptx_for_hopper
 from tests.support.kernels import on_both, run_kernels
+from tests.support.layouts import dcp_config
 
 WIDTH, BLOCK, TOPK = 6, 4, 8
 # Slots that each token of a call selects.
@@ -146,6 +155,49 @@ def test_sizes_hold_any_selection() -> None:
         (num_pool_rows, _, _), _ = sizes.tensors(64)[0]
         assert num_pool_rows - 60 * num_rows >= sizes.max_tokens * 2048
         assert sizes.max_tokens == max(199, num_rows // 2048)
+
+
+SPARSE = MLAConfig(
+    hidden_size=48,
+    num_heads=6,
+    q_lora_rank=24,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    v_head_dim=4,
+    softmax_scale=0.25,
+    indexer=IndexerConfig(num_heads=8, head_dim=16, topk=TOPK, rope_interleaved=False),
+)
+
+
+def test_a_cache_has_latents_in_host_memory_and_empty_sets() -> None:
+    dcp = dcp_config(4, 4, kv_hot_tokens=30, block_size=BLOCK)
+    plan = LatentCache.plan(SPARSE, dcp, 3, [100], torch.float32, index_layers=[0, 2])
+    cache = LatentCache(plan, torch.device("cpu"))
+    assert plan.bytes_per_rank == sum(memory.numel() * memory.itemsize for memory in cache.tensors)
+    assert plan.host_bytes_per_block * plan.num_blocks == 3 * cache[0].latents.numel() * 4
+    for number, layer in enumerate(cache):
+        assert layer.latents.shape == (7, BLOCK, 24)
+        assert (layer.index_keys is None) == (number == 1)
+        assert all(layer.latents is not memory for memory in cache.tensors)
+        assert layer.hot is not None
+        assert (layer.hot.first_row, layer.hot.first_scratch, len(layer.hot.slot_of)) == (8 * number, 24, 8)
+        layer.hot.counts[1] = 5 + number
+    assert cache.hot_counts is not None
+    assert cache.hot_counts[:, 1].tolist() == [5, 6, 7]
+
+
+def test_mistakes() -> None:
+    dcp = dcp_config(1, 1, kv_hot_tokens=30)
+    with pytest.raises(
+        ValueError, match=r"kv_hot_tokens \(--kv-hot-tokens\) is 30; it goes with layers that have latents"
+    ):
+        LatentCache.plan(replace(SPARSE, indexer=None), dcp, 1, [9], torch.float32)
+    with pytest.raises(ValueError, match=r"kv_hot_tokens \(--kv-hot-tokens\) is 0; it must be a whole number"):
+        dcp_config(1, 1, kv_hot_tokens=0)
+    step = StepBuilder(dcp, 0).build(StepRequests([1], [1], [[0]]))
+    with pytest.raises(ValueError, match=r"is 30, but cache.hot is None; plan the LatentCache with the same layout"):
+        check_selection(TOPK, LayerCache(torch.zeros(1, 64, 24)), with_selection(step, TOPK))
 
 
 def check_kernels(device: str) -> None:

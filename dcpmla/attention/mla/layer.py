@@ -248,7 +248,7 @@ class MLAAttention(AttentionWeights):
         check_cache(cache.latents, self.dcp.block_size, self.cache_width, self.dcp.kv_cache_dtype, self.cache_dtype)
         step.check_blocks(cache.latents.shape[0])
         if self.config.topk is not None and step.defer is None:  # replays bring selections
-            check_selection(self.config.topk, cache.latents, step)
+            check_selection(self.config.topk, cache, step)
         if self.indexer is not None:
             num_blocks, num_keys = cache.latents.shape[0], self.dcp.block_size // self.indexer.config.pool_size
             self.indexer.selector.check_cache(cache.index_keys, num_blocks, num_keys, self.kv_b_proj.dtype)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.step.metadata import StepMetadata
+from dcpmla.cache.layers import LayerCache
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,15 @@ def check_positions(positions: Tensor, step: StepMetadata, topk: int) -> None:
         raise ValueError(f"positions is {actual}, strides {positions.stride()}; expected {needed}")
 
 
-def check_selection(topk: int, kv_cache: Tensor, step: StepMetadata) -> None:
+def check_selection(topk: int, cache: LayerCache, step: StepMetadata) -> None:
     """Raise ValueError if the step or the cache does not fit a layer of sparse MLA."""
-    sparse = step.get(SparseMetadata)
+    sparse, kv_cache, num_hot = step.get(SparseMetadata), cache.latents, step.layout.dcp.kv_hot_tokens
+    if (cache.hot is None) != (num_hot is None):
+        found = "None" if cache.hot is None else "a HotSet"
+        raise ValueError(
+            f"kv_hot_tokens (--kv-hot-tokens) is {num_hot}, but cache.hot is {found}; plan the LatentCache with the "
+            "same layout"
+        )
     if sparse is None:
         raise ValueError(
             f"step has no sparse part, which a layer with config.indexer needs; call with_selection(step, {topk}) of "
