@@ -54,7 +54,7 @@ def mark_kernel(
 
 @triton.jit
 def _ages(last_used_ptr, row, num_rows, now):
-    """Return the ages of rows, 0 for those that this fetch has selected and for rows after the last."""
+    """Return the ages of rows; rows that this fetch has selected, and rows after the last, have age 0."""
     used = tl.load(last_used_ptr + row, mask=row < num_rows, other=now)
     return tl.minimum(now - used, MAX_AGE).to(tl.int32)
 
@@ -152,7 +152,7 @@ def copy_kernel(
     ROWS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Copy every so-manyth tile of the listed rows, and write as many of the table's entries."""
+    """Copy this program's share of the listed rows, and write its share of the table."""
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     lane = tl.arange(0, COLUMNS)[None, :]
     for start in range(program * ROWS, tl.load(num_missed_ptr), num_programs * ROWS):

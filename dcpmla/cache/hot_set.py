@@ -30,8 +30,8 @@ class HotSizes(NamedTuple):
 
     @property
     def max_tokens(self) -> int:
-        """Return the maximum tokens of a call of `fetch_hot_rows`: a set and the scratch rows hold all that they can
-        select, wherever it is. It is the same on all ranks.
+        """Return the maximum tokens of a call of `fetch_hot_rows`, the same on all ranks: a set and the scratch rows
+        hold every selection of theirs, even if one rank owns all of it.
         """
         row_bytes = self.width * self.dtype.itemsize
         return max(1, self.num_rows // self.topk, SCRATCH_BYTES // (self.topk * row_bytes))

@@ -77,8 +77,8 @@ def fetch_bytes(deployment: Deployment, batch: int, context: int, miss_rate: flo
     for layer, number in deployment.model.attention.sorts.items():
         selected = batch * setting.query_len * layer.reads(context).num_rows * miss_rate
         mean = selected / setting.dcp
-        most = min(selected, mean + deviations * math.sqrt(mean))
-        num_bytes += number * most * layer.row_bytes(setting.kv_cache_dtype)
+        num_missed = min(selected, mean + deviations * math.sqrt(mean))
+        num_bytes += number * num_missed * layer.row_bytes(setting.kv_cache_dtype)
     return num_bytes
 
 

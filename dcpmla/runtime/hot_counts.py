@@ -8,7 +8,7 @@ _COLUMNS = {1: "hit", 2: "miss"}  # of `HotSet.counts`
 
 
 class HotCounts:
-    """The counts of each layer's hot rows on this rank, as far as the device had come at one of the last steps.
+    """The counts of each layer's hot rows on this rank, at most a few steps old.
 
     Args:
         counts: `Cache.hot_counts`, which steps increase.

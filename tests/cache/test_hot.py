@@ -17,6 +17,7 @@ from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache import hot as spec
 from dcpmla.cache import hot_set
+from dcpmla.cache.host_rows import host_tensor
 from dcpmla.cache.hot_set import HotSet, HotSizes
 from dcpmla.cache.latent import LatentCache
 from dcpmla.cache.layers import LayerCache
@@ -234,6 +235,37 @@ def check_kernels(device: str) -> None:
 @on_both
 def test_kernels(device: str) -> None:
     run_kernels(device, check_kernels)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
+def test_a_graph_reads_and_writes_pinned_memory(dtype: torch.dtype) -> None:
+    """A graph writes rows to host memory, drops their copies and fetches them; nothing else moves bytes."""
+    device, num_slots = torch.device("cuda"), 4096
+    hot = new_sets(64, num_slots, 16, dtype, "cuda")[1]
+    latents = host_tensor((num_slots // BLOCK, BLOCK, WIDTH), dtype, device)
+    latents.copy_(new_latents(num_slots, dtype))
+    rows, written = latents.flatten(0, 1), torch.arange(16, device=device)
+    slots = torch.zeros(16, TOPK, dtype=torch.int32, device=device)
+    numbers = torch.full((16,), TOPK, dtype=torch.int32, device=device)
+
+    def step() -> Tensor:
+        rows.index_copy_(0, written, rows[written] + 1)
+        spec.forget_hot_rows(hot, written)
+        return spec.fetch_hot_rows(hot, latents, slots, numbers)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        table = step()
+    rng = random.Random(0)
+    for _ in range(20):
+        selection = [rng.sample(range(64), TOPK - 2) + rng.sample(range(64, num_slots), 2) for _ in range(16)]
+        slots.copy_(torch.tensor(selection, dtype=torch.int32))
+        written.copy_(torch.tensor(rng.sample(range(64), 16)))
+        graph.replay()
+        check_rows(hot, latents, selection, table)
+        check_maps(hot)
 
 
 @pytest.mark.parametrize("row_bytes", [656, 1152])
