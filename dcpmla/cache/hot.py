@@ -21,7 +21,8 @@ from dcpmla.operators import is_on_gpu, nothing, operator
 def fetch_hot_rows(hot: HotSet, latents: Tensor, slots: Tensor, num_slots: Tensor) -> Tensor:
     """Return where the pool has the selected rows; copy those there that are not hot.
 
-    They replace the rows that were not selected for longest; of equally old rows, the lowest numbers go first. Rows that this call selects stay. If those are all, the others are copied to the scratch rows.
+    They replace the rows that were not selected for longest; of equally old rows, the lowest numbers go first. Rows
+    that this call selects stay. If those are all, the others are copied to the scratch rows.
 
     Args:
         latents: Cache of the layer [num_blocks, block_size, width], in the dtype of the pool, contiguous.
