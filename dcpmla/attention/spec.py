@@ -83,9 +83,11 @@ class LayerSpec(ABC):
     def reads(self, context: int) -> LayerReads:
         """Return what one new token reads over a context."""
 
-    def row_bytes(self, kv_cache_dtype: str) -> int:
+    def row_bytes(self, kv_cache_dtype: str, num_groups: int = 1) -> int:
         """Return the bytes of a cached row.
 
+        Args:
+            num_groups: DCP groups of a TP group, over which rows of heads are cut.
         Raises:
             ValueError: The rows cannot have the format.
         """

@@ -1,5 +1,6 @@
 """The paged cache of one rank: a row [kv_c | k_pe] for each token that this rank owns, in layers with an indexer a key,
-and in layers with states memory of fixed size for each request.
+and in layers with states memory of fixed size for each request. In layers with keys and values of heads these are the
+row.
 
 Rows and keys are sharded over the DCP ranks. A state has the heads of its TP rank, or is the same on every rank.
 """
@@ -32,6 +33,7 @@ class LayerMemory(NamedTuple):
         source: Number of the layer whose rows it attends to; None for its own rows.
         states: Memory of each request.
         topk: Number of rows that a token selects by an indexer; 0 if it attends to all, or to others.
+        name, num_shares: Name of the rows' content, and the shares into which DCP groups cut it (`TokenRows`).
     """
 
     row_width: int = 0
@@ -40,6 +42,8 @@ class LayerMemory(NamedTuple):
     source: int | None = None
     states: tuple[StateMemory, ...] = ()
     topk: int = 0
+    name: str = "latents"
+    num_shares: int = 1
 
     @classmethod
     def of(cls, config: MLAConfig, dcp: DCPConfig, dtype: torch.dtype, has_keys: bool) -> Self:
@@ -169,9 +173,9 @@ class LatentCache(Cache):
 
     @property
     def token_rows(self) -> list[list[TokenRows]]:
-        """Each layer's own latents and index keys."""
+        """Each layer's own latents, or keys and values, and index keys."""
         return [
-            [TokenRows.of("latents", cache.latents)] * layer.has_rows
+            [TokenRows.of(layer.name, cache.latents)._replace(num_shares=layer.num_shares)] * layer.has_rows
             + index_rows(cache.index_keys if layer.key_width else None, layer.pool_size)
             for layer, cache in zip(self.sizes.layers, self.per_layer, strict=True)
         ]

@@ -21,7 +21,8 @@ class LayerCache(NamedTuple):
 
     Attributes:
         latents: Latents [num_blocks, block_size, row_width] in one of the formats of `dcpmla.cache.formats`; rows of
-            width 0 in a layer of states alone. In DeepSeek-V4 rows of windows, then of entries
+            width 0 in a layer of states alone. In layers with keys and values of heads those, in the model's dtype,
+            as elements of the cache's. In DeepSeek-V4 rows of windows, then of entries
             (`dcpmla.cache.shared_format`).
         index_keys: Index keys [num_blocks, keys of a block, index_row_width] (`dcpmla.cache.index_keys`), under the
             same block ids; None in layers without an indexer.

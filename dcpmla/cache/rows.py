@@ -17,6 +17,8 @@ class TokenRows(NamedTuple):
         span: Consecutive positions of a row. Row e of a sequence represents positions [e span, (e + 1) span), and rows
             are sharded over the DCP ranks as `dcpmla.ownership` shards positions.
         is_shared: Whether every rank has all rows.
+        num_shares: Number of shares of a row's columns, by heads. The DCP groups of a TP group have them in order, as
+            many successive groups each share; 1 if every group has all columns.
     """
 
     name: str
@@ -24,6 +26,7 @@ class TokenRows(NamedTuple):
     per_block: int
     span: int = 1
     is_shared: bool = False
+    num_shares: int = 1
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, span: int = 1, is_shared: bool = False) -> "TokenRows":

@@ -15,7 +15,6 @@ from dcpmla.attention.mla.latent_spec import LatentSpec
 from dcpmla.attention.stack import Stack
 from dcpmla.config import DCPConfig
 from dcpmla.fields import (
-    EVEN_SIZE,
     FLAG,
     OBJECT,
     SIZE,
@@ -30,7 +29,8 @@ from dcpmla.fields import (
 from dcpmla.hf_quantization import scale_blocks
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.config_checks import reason
-from dcpmla.integrations.families.table import family_of, find_family
+from dcpmla.integrations.eagle3_attention import ATTENTION, HeadAttention
+from dcpmla.integrations.families.table import family_of
 from dcpmla.integrations.model_files import find_model
 from dcpmla.integrations.skeleton import build_skeleton, published_shapes
 
@@ -40,28 +40,22 @@ _NAMES = (
     (re.compile(r"^(model\.)?(midlayer|layers\.0)\."), f"{LAYER}."),
     (re.compile(r"^(model\.)?(fc|fc_norm|norm|embed_tokens)\."), r"model.\2."),
 )
-_ARCHITECTURES = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
-# Fields of a dense layer of DeepSeek-V3 with MLA, which the head's layer is; all others have no meaning for it.
-_REQUIRED = (
-    *("hidden_size", "intermediate_size", "num_attention_heads", "kv_lora_rank", "vocab_size"),
-    *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-)
+# Fields of a dense layer, which the head's layer is, beside its attention's; all others have no meaning for it.
+_REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 _FIELDS = (
     *_REQUIRED,
-    *("q_lora_rank", "rms_norm_eps", "hidden_act", "attention_bias", "max_position_embeddings", "rope_interleave"),
-    *("rope_theta", "rope_scaling", "rope_parameters", "quantization_config", "dtype", "torch_dtype"),
+    *("rms_norm_eps", "hidden_act", "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters"),
+    *("quantization_config", "dtype", "torch_dtype"),
 )
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _RULES = {
     **dict.fromkeys(_REQUIRED, SIZE),
-    "qk_rope_head_dim": EVEN_SIZE,
     "num_hidden_layers": only(1),
     "eagle_config": optional(OBJECT),
     _LAYER_IDS: optional(list_of(whole(1))),
     **dict.fromkeys(("draft_vocab_size", "target_hidden_size"), optional(SIZE)),
     **dict.fromkeys(("fc_norm", "norm_before_residual", "norm_output"), optional(FLAG)),
-    # In the heads of other publishers: a norm of all hidden states together, no positions, gates of the output
-    **dict.fromkeys(("norm_before_fc", "mla_use_nope", "mla_use_output_gate"), optional(only(False))),
+    "norm_before_fc": optional(only(False)),  # a norm of all hidden states together, in the heads of other publishers
 }
 
 
@@ -70,7 +64,7 @@ class Eagle3Files:
     """An EAGLE3 head before its weights are read.
 
     Attributes:
-        config: transformers' config of a model of DeepSeek-V3's architecture with the head's one layer.
+        config: transformers' config of a model of the kind's family with the head's one layer.
         fields: All fields of the head's config.json.
         digest: Hash of config.json.
         shared: Names in `skeleton` of the tensors that the head takes from the model, because it has none: its
@@ -102,14 +96,18 @@ class Eagle3Files:
         return ids
 
     @property
+    def kind(self) -> HeadAttention:
+        """Return what the layer's kind of attention determines."""
+        return ATTENTION[self.fields["architectures"][0]]
+
+    @property
     def draft_vocab_size(self) -> int:
         """Return the size of the draft's vocabulary."""
         return self.fields.get("draft_vocab_size") or int(self.config.vocab_size)
 
     def attention(self, of_model: Stack) -> Stack:
         """Return the attention of a model and of the head, whose layer is the last."""
-        spec = LatentSpec(replace(find_family("deepseek_v3").mla(self.config), input_parts=2))
-        return replace(of_model, layers=(*of_model.layers, spec))
+        return replace(of_model, layers=(*of_model.layers, self.kind.spec(self.config)))
 
     def check(self, config: Any, dcp: DCPConfig) -> None:
         """Raise ValueError unless the head fits a model and a layout."""
@@ -124,8 +122,7 @@ class Eagle3Files:
         attention = family_of(config).attention(config)
         if LatentSpec not in map(type, attention.layers):
             raise ValueError(
-                f"{LABEL}: {config.model_type} has no layers of plain MLA, whose cache a head of MLA needs; "
-                "leave it out"
+                f"{LABEL}: {config.model_type} has no layers of plain MLA, whose cache a head needs; leave it out"
             )
         self.layer_ids(config.num_hidden_layers)
         try:
@@ -148,11 +145,11 @@ class Eagle3Files:
         Args:
             num_parts: Number of the model's hidden states that the head takes.
         """
-        model, config = build_skeleton(self.config), self.config
+        model, config = build_skeleton(self.config, self.kind.family), self.config
         size, width = config.hidden_size, self.fields.get("target_hidden_size") or config.hidden_size
         with torch.device("meta"):
             layer = model.model.layers[0]
-            for name in ("q_proj", "q_a_proj", "kv_a_proj_with_mqa"):
+            for name in self.kind.widened:
                 if (linear := getattr(layer.self_attn, name, None)) is not None:
                     setattr(layer.self_attn, name, nn.Linear(2 * size, linear.out_features, linear.bias is not None))
             layer.hidden_norm = nn.RMSNorm(size)
@@ -182,11 +179,14 @@ def open_eagle3(model: str) -> Eagle3Files:
         content = file.read_bytes()
         fields = json.loads(content)
         check_fields({"config.json": OBJECT}, {"config.json": fields})
-        check_fields({"architectures": list_of(one_of(_ARCHITECTURES))}, {"architectures": fields.get("architectures")})
-        check_fields(_RULES, {**dict.fromkeys(_REQUIRED), **fields, **(fields.get("eagle_config") or {})})
-        raw = {name: fields[name] for name in _FIELDS if name in fields}
-        raw |= {"num_key_value_heads": raw["num_attention_heads"], "tie_word_embeddings": False}
-        config = find_family("deepseek_v3").read_config(raw | {"num_hidden_layers": 1, "first_k_dense_replace": 1})
+        names = list_of(one_of([*ATTENTION]), length=1)
+        check_fields({"architectures": names}, {"architectures": fields.get("architectures")})
+        kind = ATTENTION[fields["architectures"][0]]
+        required = dict.fromkeys((*_REQUIRED, *kind.required))
+        check_fields({**_RULES, **kind.rules}, {**required, **fields, **(fields.get("eagle_config") or {})})
+        raw = {name: fields[name] for name in (*_FIELDS, *kind.required, *kind.fields) if name in fields}
+        raw |= {"tie_word_embeddings": False, "num_hidden_layers": 1, **kind.fixed}
+        config = kind.family.read_config({"num_key_value_heads": raw["num_attention_heads"], **raw})
     except Exception as error:  # transformers checks fields with exceptions of many kinds
         raise ValueError(f"{LABEL} is {model!r}: {file} is of no head: {reason(error)}") from error
     files = Eagle3Files(directory, config, fields, sha256(content).hexdigest()[:12], frozenset())

@@ -10,7 +10,6 @@ from dcpmla.comm.reduce import Reduce
 from dcpmla.integrations.draft_model import DraftModel
 from dcpmla.integrations.dummy import dummy_weights
 from dcpmla.integrations.eagle3 import EMBEDDING, HEAD, LABEL, LAYER, Eagle3Files
-from dcpmla.integrations.families.table import family_of
 from dcpmla.integrations.parts import Parts, load_block
 from dcpmla.integrations.sharded_model import ShardedModel, cos_sin
 from dcpmla.model.block import Decoder
@@ -40,9 +39,10 @@ def load_eagle3(files: Eagle3Files, model: ShardedModel, reduce: Reduce, load_fo
             weights: Mapping[str, Weight] = dummy_weights(shapes, config, model.dtype, model.device)
         else:
             weights = _weights(files, shapes)
-        glus, family = partial(family_of(config).glus, config), family_of(config)
+        family = files.kind.family
         parts = Parts(
-            *(skeleton, weights, shapes, placement, False, "auto", family.routing, glus, model.attention, reduce),
+            *(skeleton, weights, shapes, placement, False, "auto", family.routing, partial(family.glus, config)),
+            *(model.attention, reduce),
             config.rms_norm_eps,
             files.directory,
             num_layers=model.attention.num_layers - 1,
@@ -51,8 +51,9 @@ def load_eagle3(files: Eagle3Files, model: ShardedModel, reduce: Reduce, load_fo
     except ValueError as error:
         raise ValueError(f"{LABEL}: {error}") from error
     parts.warn_of_missing_scales()
-    angles = partial(cos_sin, skeleton.model.rotary_emb.to(model.device), config.qk_rope_head_dim // 2, placement)
     last = model.attention.num_layers - 1
+    num_pairs = model.attention.layers[last].config.rope_dim // 2
+    angles = partial(cos_sin, skeleton.model.rotary_emb.to(model.device), num_pairs, placement)
     prepare = partial(model.attention.prepare, rotary=angles, dtype=model.dtype, layers=(last,))
     return DraftModel(layer, [decoder.blocks[number - 1] for number in layer_ids], layer.head, prepare)
 

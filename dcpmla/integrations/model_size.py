@@ -90,7 +90,8 @@ def _group(model: nn.Module, config: Any) -> tuple[Parameter, ...]:
         in_blocks = bool(quantization) and not re.search(r"\.self_attn\.|\.engram\.|lm_head", name)
         stores = _held_itemsize(name, tensor, model, itemsize), formats.get(name)
         cuts = _num_pieces(name, shape, config), in_blocks
-        groups[Parameter(_wildcard(name), shape, 1, _style(name), *stores, *cuts)] += 1
+        parameter = Parameter(_wildcard(name), shape, 1, _style(name), *stores, *cuts)
+        groups[replace(parameter, least=_least_outputs(name, model))] += 1
     if config.tie_word_embeddings:  # the runtime's head is a separate tensor
         shape = (config.vocab_size, config.hidden_size)
         groups[Parameter("lm_head.weight", shape, 1, "column", itemsize)] += 1
@@ -187,6 +188,8 @@ def _is_kept(name: str, formats: dict[str, Format], shapes: dict[str, torch.Size
         return is_whole and formats[name] == FP8
     if word == "o_a_proj":
         return model.config.o_lora_rank % BLOCK == 0 and not formats[name].is_packed
+    if word in ("q_proj", "k_proj", "v_proj") and formats[name] == FP8 and _has_heads_of_keys(prefix, model):
+        return bool(model.config.head_dim % BLOCK == 0)  # the product is stacked head by head
     for product in _PRODUCTS:
         names = [other for part in product if (other := f"{prefix}.{part}.weight") in shapes]
         if name not in names:
@@ -218,6 +221,18 @@ def _num_pieces(name: str, shape: tuple[int, ...], config: Any) -> int:
         return 1
     whole = shape[-1] if "down_proj" in name else shape[0]
     return 1 if whole % size else whole // size
+
+
+def _least_outputs(name: str, model: Any) -> int:
+    """Return the outputs of a projection that are never cut: a head of keys or values (`GroupedAttention`)."""
+    found = re.match(r"(.*\.self_attn)\.[kv]_proj\.", name)
+    return model.config.head_dim if found and _has_heads_of_keys(found[1], model) else 1
+
+
+def _has_heads_of_keys(prefix: str, model: Any) -> bool:
+    """Return whether a layer of attention caches keys and values of heads: neither latents nor states."""
+    attention = model.get_submodule(prefix)
+    return hasattr(attention, "k_proj") and not hasattr(attention, "A_log")
 
 
 def _wildcard(name: str) -> str:

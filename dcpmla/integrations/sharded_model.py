@@ -1,6 +1,7 @@
 """A model under TP x DCP as the engine runs it."""
 
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -121,7 +122,13 @@ class ShardedModel:
 
     def prepare(self, metadata: StepMetadata) -> StepMetadata:
         """Return a step with what its layers share."""
-        return self.attention.prepare(metadata, self.angles, self.dtype)
+        return self._own_attention.prepare(metadata, self.angles, self.dtype)
+
+    @cached_property
+    def _own_attention(self) -> Stack:
+        """Return the attention of the model's layers, without that of the module that drafts."""
+        layers = self.attention.layers
+        return self.attention if self.drafts is None else replace(self.attention, layers=layers[:-1])
 
 
 def cos_sin(rotary: Any, num_pairs: int, placement: Placement, positions: Tensor, layer_type: str) -> Tensor:

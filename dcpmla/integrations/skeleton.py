@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dcpmla.integrations.checkpoint import Checkpoint
-from dcpmla.integrations.families.family import NO_MTP
+from dcpmla.integrations.families.family import NO_MTP, Family
 from dcpmla.integrations.families.routing import Routing
 from dcpmla.integrations.families.table import family_of
 from dcpmla.integrations.parts import Shapes
@@ -16,11 +16,14 @@ _PART = re.compile(r"model\.layers\.\d+|model\.\w+|\w+")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.")  # a tensor of one expert: its layer's prefix, its number
 
 
-def build_skeleton(config: Any) -> Any:
+def build_skeleton(config: Any, family: Family | None = None) -> Any:
     """Return transformers' model for a config, with its family's additions: rotary embeddings have values, other
     parameters and buffers have no memory.
+
+    Args:
+        family: Family of the config; None for that of its model type.
     """
-    family = family_of(config)
+    family = family_of(config) if family is None else family
     with torch.device("meta"):
         model = family.new_model(config).eval()
         family.extend(model)

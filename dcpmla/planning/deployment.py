@@ -112,7 +112,8 @@ class Deployment:
             parts = {"attention": machine.attention_overhead_us + num_bytes / machine.hbm_gb_per_s / 1e3}
         else:
             num_heads = layer.config.heads_per_rank(setting.tp) * setting.dcp
-            sizes = layer.row_bytes(setting.kv_cache_dtype), num_heads, batch, setting.dcp, setting.query_len
+            row_bytes = layer.row_bytes(setting.kv_cache_dtype, setting.tp // setting.dcp)
+            sizes = row_bytes, num_heads, batch, setting.dcp, setting.query_len
             parts = {
                 "gather": self.exchange.time_us("gather_heads", num_tokens, num_heads, reads.query_dim),
                 "attention": attention_us(machine, reads, *sizes),

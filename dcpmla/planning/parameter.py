@@ -27,6 +27,7 @@ class Parameter:
         itemsize: Bytes of an element that is not quantized.
         format: Format of the checkpoint where it has blocks or groups that the runtime can keep; else None.
         num_pieces: Equal parts of the cut dim, cut one by one: gate and up of experts, shared experts.
+        least: Fewest outputs of a cut: of keys and values, those of a head, which several ranks may hold.
         in_blocks: True if cuts are moved to multiples of 128 where every rank gets some: MLPs and experts of a
             quantized model.
     """
@@ -39,6 +40,7 @@ class Parameter:
     format: Format | None = None
     num_pieces: int = 1
     in_blocks: bool = False
+    least: int = 1
 
     @property
     def is_expert(self) -> bool:
@@ -140,4 +142,4 @@ class Parameter:
         if self.part == "head" and size % tensor_parallel_size:
             return size
         last = cut(size, tensor_parallel_size - 1, tensor_parallel_size, self.in_blocks)
-        return last.stop - last.start
+        return max(self.least, last.stop - last.start)

@@ -18,6 +18,7 @@ class TokenSpec(NamedTuple):
     per_block: int
     span: int
     is_shared: bool
+    num_shares: int = 1
 
 
 class StateSpec(NamedTuple):
@@ -52,7 +53,7 @@ class CacheLayout:
 
     def __post_init__(self) -> None:
         sizes = [self.tp_size, self.dcp_size, self.interleave]
-        sizes += [size for spec in self.tokens for size in (spec.row_bytes, spec.per_block, spec.span)]
+        sizes += [size for spec in self.tokens for size in (spec.row_bytes, spec.per_block, spec.span, spec.num_shares)]
         sizes += [size for each in self.states for size in (each.row_bytes, each.num_rows, each.num_last)]
         counts = [*sizes, *(spec.layer + 1 for spec in self.tokens), *(each.num_parts for each in self.states)]
         if min(sizes) < 1 or min(counts) < 0:
@@ -60,6 +61,13 @@ class CacheLayout:
         if self.tp_size % self.dcp_size:
             words = f"dcp_size {self.dcp_size} does not divide tp_size {self.tp_size}"
             raise ValueError(f"layout is no layout of a cache: {words}")
+        if any(self.num_groups % spec.num_shares for spec in self.tokens):
+            raise ValueError("layout is no layout of a cache: num_shares does not divide tp_size / dcp_size")
+
+    @property
+    def num_groups(self) -> int:
+        """Return the number of DCP groups."""
+        return self.tp_size // self.dcp_size
 
     def owner(self, tp_rank: int) -> Owner:
         """Return a rank of the job as the owner of tokens."""
@@ -95,8 +103,12 @@ class CacheLayout:
             raise ValueError("the two servers cache different kinds of rows; do they serve the same model?")
 
     def _common_rows(self) -> tuple[Sequence[TokenSpec | StateSpec], Sequence[TokenSpec | StateSpec]]:
-        """Return the rows of positions and of states, less what may differ between two jobs; states of all ranks."""
-        return [spec._replace(per_block=0) for spec in self.tokens], [
+        """Return the rows of positions and of states, less what may differ between two jobs: whole rows of all groups,
+        and states of all ranks.
+        """
+        return [
+            spec._replace(per_block=0, row_bytes=spec.row_bytes * spec.num_shares, num_shares=1) for spec in self.tokens
+        ], [
             spec._replace(num_rows=0, row_bytes=spec.row_bytes * (self.tp_size if spec.num_parts else 1))
             for spec in self.states
         ]
@@ -109,7 +121,7 @@ def describe(cache: Cache, dcp: DCPConfig, facts: Sequence[tuple[str, str]] = ()
         dcp.decode_context_parallel_size,
         cache.sizes.interleave,
         tuple(
-            TokenSpec(each.name, layer, each.rows.num_bytes, each.per_block, each.span, each.is_shared)
+            TokenSpec(each.name, layer, each.rows.num_bytes, each.per_block, each.span, *each[4:])
             for layer, rows in enumerate([cache.shared_rows, *cache.token_rows], -1)
             for each in rows
         ),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dcpmla.transfer.layout import CacheLayout, StateSpec
+from dcpmla.transfer.layout import CacheLayout, StateSpec, TokenSpec
 
 _ALIGNMENT = 16  # bytes; pieces of a part begin at multiples, so that their rows are copied as wide integers
 
@@ -62,7 +62,8 @@ class Part(NamedTuple):
 class Route:
     """The rows that one TP rank of a job sends to one TP rank of another.
 
-    A row that several ranks have comes from the nearest one: replica t n // T of n replicas for rank t of T.
+    A row that several ranks have comes from the nearest one: replica t n // T of n replicas for rank t of T. Rows whose
+    columns are cut over DCP groups (`TokenRows.num_shares`) come from the groups that have some of the target's.
 
     Args:
         source, target: Layouts of the two jobs, which match.
@@ -71,8 +72,6 @@ class Route:
     def __init__(self, source: CacheLayout, source_rank: int, target: CacheLayout, target_rank: int) -> None:
         self._source, self._target = source, target
         self._ranks = source_rank, target_rank
-        num_replicas = source.tp_size // source.dcp_size
-        self._has_rows = source_rank // source.dcp_size == target_rank * num_replicas // target.tp_size
         self._has_shared = source_rank == target_rank * source.tp_size // target.tp_size
 
     def parts(self, start: int, end: int, max_bytes: int) -> list[Part]:
@@ -83,11 +82,14 @@ class Route:
         """
         known: dict[tuple[int, bool], np.ndarray[Any, np.dtype[np.int64]]] = {}
         packer = _Packer(max_bytes, is_state=False)
-        for tensor, spec in enumerate(self._source.tokens):
+        for tensor, (spec, there) in enumerate(zip(self._source.tokens, self._target.tokens, strict=True)):
+            columns = self._token_columns(spec, there)
+            if not columns:
+                continue
             key = spec.span, spec.is_shared
             if key not in known:
                 known[key] = self._rows(start // spec.span, end // spec.span, spec.is_shared)
-            packer.add(tensor, known[key], ((0, 0, spec.row_bytes),), spec.layer)
+            packer.add(tensor, known[key], columns, spec.layer)
         return packer.finish()
 
     def state_parts(self, num_tokens: int, max_bytes: int) -> list[Part]:
@@ -107,7 +109,9 @@ class Route:
     def is_empty(self) -> bool:
         """Return whether nothing ever moves."""
         cut = any(self._columns(*specs) for specs in zip(self._source.states, self._target.states, strict=True))
-        return not (cut or self._has_shared or (self._has_rows and self._owners_meet))
+        rows = zip(self._source.tokens, self._target.tokens, strict=True)
+        has_rows = any(self._token_columns(*specs) for specs in rows if not specs[0].is_shared)
+        return not (cut or self._has_shared or (has_rows and self._owners_meet))
 
     @property
     def _owners_meet(self) -> bool:
@@ -116,9 +120,7 @@ class Route:
         return len(self._rows(0, period, False)) > 0
 
     def _rows(self, start: int, end: int, is_shared: bool) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Return the numbers of rows in [start, end) that both ranks have, and that come from this source."""
-        if not (self._has_shared if is_shared else self._has_rows):
-            return np.empty(0, dtype=np.int64)
+        """Return the numbers of rows in [start, end) that both ranks have."""
         rows = np.arange(start, end)
         for layout, rank in zip((self._source, self._target), self._ranks, strict=True):
             if not is_shared:
@@ -126,19 +128,45 @@ class Route:
                 rows = rows[owner.rank_of(rows) == owner.rank]
         return rows
 
+    def _token_columns(self, here: TokenSpec, there: TokenSpec) -> tuple[tuple[int, int, int], ...]:
+        """Return the bytes of a position's row that come from this source (`Piece.columns`)."""
+        if here.is_shared:
+            return ((0, 0, here.row_bytes),) if self._has_shared else ()
+        source, (rank, target_rank) = self._source, self._ranks
+        num_replicas = source.num_groups // here.num_shares
+        if rank // source.dcp_size % num_replicas != target_rank * num_replicas // self._target.tp_size:
+            return ()
+        shares = [
+            rank // layout.dcp_size * spec.num_shares // layout.num_groups
+            for rank, layout, spec in zip(self._ranks, (source, self._target), (here, there), strict=True)
+        ]
+        return _common_columns((here.row_bytes, there.row_bytes), shares, 1)
+
     def _columns(self, here: StateSpec, there: StateSpec) -> tuple[tuple[int, int, int], ...]:
         """Return the bytes of a state's row that both ranks have (`Piece.columns`)."""
         if not here.num_parts:
             return ((0, 0, here.row_bytes),) if self._has_shared else ()
         widths = here.row_bytes // here.num_parts, there.row_bytes // there.num_parts
-        firsts = [width * rank for width, rank in zip(widths, self._ranks, strict=True)]
-        first, end = max(firsts), min(first + width for first, width in zip(firsts, widths, strict=True))
-        if first >= end:
-            return ()
-        return tuple(
-            (part * widths[0] + first - firsts[0], part * widths[1] + first - firsts[1], end - first)
-            for part in range(here.num_parts)
-        )
+        return _common_columns(widths, self._ranks, here.num_parts)
+
+
+def _common_columns(
+    widths: tuple[int, int], numbers: Sequence[int], num_parts: int
+) -> tuple[tuple[int, int, int], ...]:
+    """Return the bytes that two cuts of a row have in common (`Piece.columns`).
+
+    Args:
+        widths, numbers: For the source and the target, the bytes of a cut, and which of the successive cuts it is.
+        num_parts: Number of groups of columns, each cut by itself.
+    """
+    firsts = [width * number for width, number in zip(widths, numbers, strict=True)]
+    first, end = max(firsts), min(first + width for first, width in zip(firsts, widths, strict=True))
+    if first >= end:
+        return ()
+    return tuple(
+        (part * widths[0] + first - firsts[0], part * widths[1] + first - firsts[1], end - first)
+        for part in range(num_parts)
+    )
 
 
 def find_routes(source: CacheLayout, target: CacheLayout) -> dict[tuple[int, int], Route]:

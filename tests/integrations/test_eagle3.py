@@ -1,4 +1,4 @@
-"""EAGLE3 heads with MLA: drafts of the published formula in plain torch, around transformers' own attention."""
+"""EAGLE3 heads: drafts of the published formula in plain torch, around transformers' own attention."""
 
 import json
 import re
@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from dcpmla.__main__ import main
+from dcpmla.attention.step import metadata
 from dcpmla.integrations.eagle3 import open_eagle3
 from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.model_files import load_config
@@ -27,7 +30,12 @@ from tests.support.two_jobs import record_drafts, run_jobs
 from tests.support.whole_models import load_engine_on_rank, serve
 
 NUM_DRAFTS = 3
+MORE = [21, 4, 33]  # of the second turn
 PROMPTS = [[5, 9, 2, 7, 7, 1, 30], [11, 12], [*range(40, 71)]]
+IDS_NAME = "eagle_aux_hidden_state_layer_ids"
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e3, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3["original_max_position_embeddings"] = 16
+YARN = {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "original_max_position_embeddings": 16}
 # By name: numbers of layers whose inputs the head takes, and fields of its config.
 HEADS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "as published": ((2, 3, 4), {"draft_vocab_size": DRAFT_VOCAB, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}),
@@ -36,6 +44,10 @@ HEADS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
         {"fc_norm": True, "norm_output": True, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 2, 4]}},
     ),
     "no q_lora": ((2, 2, 1), {"norm_before_residual": True, "q_lora_rank": None}),  # by default 2, n // 2, n - 3
+    "MHA": ((2, 3, 4), {"is_dense": True, "draft_vocab_size": DRAFT_VOCAB, **{IDS_NAME: [1, 2, 3]}}),
+    "GQA": ((2, 2, 1), {"is_dense": True, "num_key_value_heads": 4, "fc_norm": True, "norm_output": True}),
+    "one head of keys": ((2, 2, 1), {"is_dense": True, "num_key_value_heads": 1, "rope_parameters": LLAMA3}),
+    "YaRN": ((2, 2, 1), {"is_dense": True, "num_key_value_heads": 2, "rope_parameters": YARN}),
 }
 Record = list[tuple[list[int], list[int]]]
 
@@ -43,7 +55,9 @@ Record = list[tuple[list[int], list[int]]]
 def serve_heads(
     directories: list[tuple[Path, Path]], tp: int, dcp_size: int, interleave: int, deterministic: bool
 ) -> list[tuple[list[list[int]], Record, list[int]]]:
-    """On one rank: each engine's tokens, drafts, and accepted drafts by position."""
+    """On one rank: each engine's tokens of two turns, drafts, and accepted drafts by position."""
+    if (dcp_size, interleave) == (2, 1):
+        metadata.PART_ROWS = 100  # so that steps attend part by part
     rows = {"block_size": 4 * interleave, "deterministic": deterministic}
     dcp, outcomes = dcp_config(tp, dcp_size, interleave, **rows), []
     for model, head in directories:
@@ -61,6 +75,10 @@ def serve_heads(
         record = record_drafts(drafter)
         drafter.reads_tokens = True  # so that the host knows all tokens before each draft
         requests = serve(engine, PROMPTS, 9, ignore_eos=True)
+        prompts = [[*request.prompt_token_ids, *request.token_ids, *MORE] for request in requests]
+        assert engine.stats.num_cached_tokens == 0
+        requests += serve(engine, prompts, 5, ignore_eos=True)
+        assert engine.stats.num_cached_tokens >= 32 or interleave == 64  # blocks of which none is full
         outcomes.append(([request.token_ids for request in requests], record, engine.stats.num_accepted_at))
         engine.close()
     return outcomes
@@ -68,7 +86,7 @@ def serve_heads(
 
 @pytest.mark.parametrize(
     ("tp", "dcp_size", "interleave", "deterministic"),
-    [(1, 1, 1, False), (2, 2, 1, False), (2, 1, 1, False), (4, 4, 2, False), (2, 2, 64, True)],
+    [(1, 1, 1, False), (2, 2, 1, False), (2, 1, 1, False), (4, 4, 2, False), (4, 2, 1, False), (2, 2, 64, True)],
 )
 def test_drafts_are_those_of_the_formula(
     tp: int, dcp_size: int, interleave: int, deterministic: bool, tmp_path: Path
@@ -82,15 +100,15 @@ def test_drafts_are_those_of_the_formula(
     ranks = run_ranks(tp, serve_heads, directories, tp, dcp_size, interleave, deterministic)
     assert all(outcome == ranks[0] for outcome in ranks[1:])
     for (name, head), (tokens, record, _) in zip(heads.items(), ranks[0], strict=True):
-        for prompt, new in zip(PROMPTS, tokens, strict=True):
+        turns = [*PROMPTS, *([*prompt, *new, *MORE] for prompt, new in zip(PROMPTS, tokens[:3], strict=True))]
+        for prompt, new in zip(turns, tokens, strict=True):
             Oracle(base).check_tokens(prompt, new, name)
-        assert len(record) > 10
+        assert len(record) > 16
         assert {len(drafts) for _, drafts in record} == {1, 2, 3}
         for known, drafts in record:
             assert drafts == head.drafts(known, len(drafts)), (name, len(known))
 
 
-IDS_NAME = "eagle_aux_hidden_state_layer_ids"
 IDS = {IDS_NAME: [2, 1]}
 ROWS = [
     Row(family, tuple(f"{layout}, eagle3, {levels}".split(", ")))
@@ -107,13 +125,15 @@ ROWS = [
 ]
 
 
+@pytest.mark.parametrize("is_dense", [False, True])
 @pytest.mark.parametrize(("family", "rows"), [(family, rows) for family, _, rows in by_ranks(ROWS)])
-def test_every_feature(family: str, rows: list[Row], tmp_path: Path) -> None:
+def test_every_feature(family: str, rows: list[Row], is_dense: bool, tmp_path: Path) -> None:
     """Drafts are the two tokens that answers have, so that some are right by chance."""
     if any(row.has("grammar") for row in rows):
         pytest.importorskip("llguidance")
     reference = save(family, tmp_path / "model")
-    PlainEagle3(reference, (2, 1), tokens=ALPHABET, draft_vocab_size=2, **IDS).save(tmp_path / "head")
+    fields = {"is_dense": is_dense, "num_key_value_heads": 4 if is_dense else 8}
+    PlainEagle3(reference, (2, 1), tokens=ALPHABET, draft_vocab_size=2, **fields, **IDS).save(tmp_path / "head")
     oracle, words = Oracle(reference), words_of(tmp_path / "model")
     for ranks in run_ranks(rows[0].num_ranks, serve_rows, tmp_path / "model", rows, "cpu", timeout=500):
         for row, served in zip(rows, ranks, strict=True):
@@ -121,7 +141,7 @@ def test_every_feature(family: str, rows: list[Row], tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"architectures": ["LlamaForCausalLMEagle3"]}, r"architectures is \['LlamaForCausalLMEagle3'\]; it must be"),
+    ({"architectures": ["LlamaForCausalLM"]}, r"architectures is \['LlamaForCausalLM'\]; it must be"),
     ({"num_hidden_layers": 2}, "num_hidden_layers is 2; it must be 1"),
     ({"kv_lora_rank": None}, "kv_lora_rank is None; it must be a whole number"),
     ({"mla_use_nope": True}, "mla_use_nope is True; it must be false"),
@@ -131,6 +151,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"qk_rope_head_dim": 3}, "qk_rope_head_dim is 3; it must be"),
     ({"draft_vocab_size": 95}, r"tensor d2t has shape \(96,\)"),
     ({"fc_norm": True}, "tensor model.fc_norm.0.weight is missing"),
+]
+DENSE_REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"attention_bias": True}, "attention_bias is True; it must be false"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; it must be 1.0"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads is 3; it must divide num_attention_heads 8"),
+    ({"num_key_value_heads": 2}, r"k_proj.weight has shape \(96, 96\); the model's config asks for \(24, 96\)"),
+    ({"head_dim": 5}, "head_dim is 5; it must be an even number"),
+    ({"layer_types": ["sliding_attention"]}, "layer_types is .*; it must be a list, each one of full_attention"),
+    ({"rope_parameters": {"rope_type": "none", "rope_theta": 1e4}}, "rope_type is 'none'; it must be"),
 ]
 
 
@@ -155,13 +184,15 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     files, config = open_eagle3(str(head)), load_config(tmp_path / "model")
     with pytest.raises(ValueError, match=r"^speculative_model .* tensor_parallel_size .* 3.* 8 attention heads"):
         files.check(config, dcp_config(3, 3, 1, block_size=4))
-    with pytest.raises(ValueError, match=r"deepseek_v4 has no layers of plain MLA, whose cache a head of MLA needs"):
+    with pytest.raises(ValueError, match=r"deepseek_v4 has no layers of plain MLA, whose cache a head needs"):
         files.check(tiny_config("deepseek_v4"), dcp_config(1, 1, 1, block_size=4))
-    (found,) = run_ranks(1, messages, tmp_path / "model", head, [fields for fields, _ in REFUSED])
-    assert len(found) == len(REFUSED)
-    for text, (_, message) in zip(found, REFUSED, strict=True):
-        assert re.search(message, text), (message, text)
-        assert "speculative_model (--speculative-model)" in text
+    dense = PlainEagle3(base, (2, 3, 4), is_dense=True, **{IDS_NAME: [2, 3, 4]}).save(tmp_path / "dense")
+    for directory, refused in ((head, REFUSED), (dense, DENSE_REFUSED)):
+        (found,) = run_ranks(1, messages, tmp_path / "model", directory, [fields for fields, _ in refused])
+        assert len(found) == len(refused)
+        for text, (_, message) in zip(found, refused, strict=True):
+            assert re.search(message, text), (message, text)
+            assert "speculative_model (--speculative-model)" in text
 
 
 @pytest.mark.skipif("hy_v4" not in FAMILIES, reason="needs a transformers with HY V4")
@@ -187,41 +218,87 @@ def test_bytes_as_planned(tmp_path: Path) -> None:
     for name, fields in (
         ("own", {"draft_vocab_size": DRAFT_VOCAB, "fc_norm": True}),
         ("shared", {"q_lora_rank": None}),
+        ("dense", {"is_dense": True}),
+        ("one head of keys", {"is_dense": True, "num_key_value_heads": 1}),
     ):
         head = PlainEagle3(base, (2, 3, 4), **fields, **{IDS_NAME: [2, 3, 4]})
         head.save(tmp_path / name, has_embedding=name == "own")
         check_bytes([tmp_path / "model"], 2, eagle3=open_eagle3(str(tmp_path / name)))
 
 
-def test_plan_counts_the_head(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fields", "dcp_size", "width"),
+    [({}, 2, 16), ({"is_dense": True}, 2, 2 * 8 * 12), ({"is_dense": True, "num_key_value_heads": 4}, 1, 2 * 2 * 12)],
+)
+def test_plan_counts_the_head(fields: dict[str, Any], dcp_size: int, width: int, tmp_path: Path) -> None:
     base = base_model()
     base.save_pretrained(tmp_path / "model")
-    head = PlainEagle3(base, (2, 3, 4), **{IDS_NAME: [2, 3, 4]}).save(tmp_path / "head")
-    plans = []
+    head = PlainEagle3(base, (2, 3, 4), **fields, **{IDS_NAME: [2, 3, 4]}).save(tmp_path / "head")
+    plans, layout = [], ["-tp", "2", "-dcp", str(dcp_size)]
     for options in ([], ["--speculative-method", "eagle3", "--speculative-model", str(head)]):
         out = tmp_path / "plan.json"
-        main(["plan", "--model", str(tmp_path / "model"), "-tp", "2", *options, "--json", str(out)])
+        main(["plan", "--model", str(tmp_path / "model"), *layout, *options, "--json", str(out)])
         plans.append(json.loads(out.read_text())["settings"][0])
     weights, rows = ([plan[name] for plan in plans] for name in ("weight_bytes_per_rank", "kv_bytes_per_token"))
     assert weights[0] < weights[1]
-    assert rows == [4 * 24 * 2, (4 * 24 + 16) * 2]  # latents of the model's four layers, and of the head
+    assert rows == [4 * 24 * 2, (4 * 24 + width) * 2]  # of the model's four layers, and of the head
 
 
-def test_rows_of_a_head_move_between_jobs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fields", "sizes"),
+    [
+        ({}, [(2, 2), (1, 1)]),
+        ({"is_dense": True}, [(2, 2), (1, 1)]),
+        ({"is_dense": True, "num_key_value_heads": 4}, [(2, 1), (2, 2)]),  # rows of some heads into rows of all
+        ({"is_dense": True, "num_key_value_heads": 2}, [(1, 1), (2, 1)]),
+    ],
+)
+def test_rows_of_a_head_move_between_jobs(fields: dict[str, Any], sizes: list[tuple[int, int]], tmp_path: Path) -> None:
     """The first drafts of a decoding job are those of the head over the whole prompt."""
     base, meeting = base_model(), tmp_path / "meeting"
     base.save_pretrained(tmp_path / "model")
     meeting.mkdir()
-    head = PlainEagle3(base, (2, 3, 4), **{IDS_NAME: [2, 3, 4]})
+    head = PlainEagle3(base, (2, 3, 4), **fields, **{IDS_NAME: [2, 3, 4]})
     drafting = {"speculative_model": str(head.save(tmp_path / "head")), "speculative_method": "eagle3"}
     params = SamplingParams(max_new_tokens=6, ignore_eos=True)
     prompts = [prompt._replace(params=params) for prompt in draw_prompts()]
-    layouts = [dcp_config(2, 2, 1, block_size=64), dcp_config(1, 1, 1, block_size=64)]
-    _, (decoded,) = run_jobs(tmp_path / "model", *layouts, prompts, meeting, **drafting, num_speculative_tokens=2)
-    assert (decoded.received.num_done, decoded.num_prefilled) == (3, 0)
-    assert len(decoded.drafts) >= 6
-    for known, drafts in decoded.drafts:
-        assert drafts == head.drafts(known, len(drafts)), len(known)
+    layouts = [dcp_config(*size, 1, block_size=64) for size in sizes]
+    _, ranks = run_jobs(tmp_path / "model", *layouts, prompts, meeting, **drafting, num_speculative_tokens=2)
+    for decoded in ranks:
+        assert (decoded.received.num_done, decoded.num_prefilled) == (3, 0)
+        assert len(decoded.drafts) >= 6
+        for known, drafts in decoded.drafts:
+            assert drafts == head.drafts(known, len(drafts)), len(known)
+
+
+KIMI = {  # fields of heads that are published for Kimi-K2.x
+    **{"architectures": ["LlamaForCausalLMEagle3"], "attention_bias": False, "draft_vocab_size": 32000},
+    **{"eagle_config": {IDS_NAME: [2, 30, 58], "use_aux_hidden_state": True}, "hidden_act": "silu", "mlp_bias": False},
+    **{"hidden_size": 7168, "intermediate_size": 18432, "max_position_embeddings": 262144, "model_type": "llama"},
+    **{"num_attention_heads": 64, "num_hidden_layers": 1, "pad_token_id": 0, "pretraining_tp": 1, "rms_norm_eps": 1e-5},
+    **{"rope_scaling": None, "rope_theta": 1e6, "tie_word_embeddings": False, "torch_dtype": "bfloat16"},
+    "vocab_size": 163840,
+}
+KIMI_YARN = {"type": "yarn", "factor": 64.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+KIMI_YARN["original_max_position_embeddings"] = 4096
+
+
+@pytest.mark.parametrize(
+    ("fields", "sizes", "rope_type"),
+    [
+        ({"head_dim": 128, "num_key_value_heads": 64}, (64, 128), "default"),
+        ({"head_dim": None}, (64, 112), "default"),  # by default hidden_size / num_attention_heads
+        ({"num_key_value_heads": 8, "rope_scaling": KIMI_YARN, "rope_theta": 5e4}, (8, 112), "yarn"),
+        ({"num_key_value_heads": 8, "rope_scaling": LLAMA3}, (8, 112), "llama3"),
+    ],
+)
+def test_fields_as_published(fields: dict[str, Any], sizes: tuple[int, int], rope_type: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(KIMI | fields))
+    files = open_eagle3(str(tmp_path))
+    layer = files.kind.spec(files.config).config
+    assert (layer.num_heads, layer.num_kv_heads, layer.head_dim) == (64, *sizes)
+    assert files.config.rope_parameters["rope_type"] == rope_type
+    assert files.layer_ids(61) == [2, 30, 58]
 
 
 def serve_dummy(model: Path, head: Path) -> tuple[list[list[int]], int]:
@@ -233,13 +310,25 @@ def serve_dummy(model: Path, head: Path) -> tuple[list[list[int]], int]:
     return [request.token_ids for request in requests], engine.stats.num_draft_tokens
 
 
-def test_a_config_alone_drafts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_dense", [False, True])
+def test_a_config_alone_drafts(is_dense: bool, tmp_path: Path) -> None:
     base = base_model()
     base.save_pretrained(tmp_path / "model")
-    fields = {"draft_vocab_size": DRAFT_VOCAB, "fc_norm": True, IDS_NAME: [2, 3, 4]}
+    fields: dict[str, Any] = {"draft_vocab_size": DRAFT_VOCAB, "fc_norm": True, IDS_NAME: [2, 3, 4]}
+    fields["is_dense"] = is_dense
     head = PlainEagle3(base, (2, 3, 4), **fields).save(tmp_path / "head")
     for directory in (tmp_path / "model", head):
         (directory / "model.safetensors").unlink()
     first, second = run_ranks(2, serve_dummy, tmp_path / "model", head)
     assert first == second
     assert first[1] > 0
+
+
+def test_heads_with_biases_are_refused(tmp_path: Path) -> None:
+    base = base_model()
+    base.save_pretrained(tmp_path / "model")
+    head = PlainEagle3(base, (2, 3, 4), is_dense=True, **{IDS_NAME: [2, 3, 4]}).save(tmp_path / "head")
+    tensors = load_file(head / "model.safetensors")
+    save_file(tensors | {"midlayer.self_attn.q_proj.bias": torch.zeros(96)}, head / "model.safetensors")
+    ((message,),) = run_ranks(1, messages, tmp_path / "model", head, [{}])
+    assert "tensor q_proj.bias is there; layers with biases or norms are not computed" in message

@@ -24,7 +24,8 @@ from tests.support.ranks import run_ranks
 from tests.support.recorded import RecordedDrafter
 
 METHODS = (("none", False), ("recorded", False), ("recorded", True), ("ngram", False), ("mtp", False))
-WITH_HEAD = (*METHODS, ("eagle3", False))
+HEADS = {"eagle3": "head", "dense eagle3": "dense"}  # directories of EAGLE3 heads by name
+WITH_HEAD = (*METHODS, *((name, False) for name in HEADS))
 
 
 def serve(
@@ -41,7 +42,9 @@ def serve(
         options: dict[str, Any] = {"dtype": dtype, "max_num_seqs": 5, "kv_cache_memory_bytes": 1 << 27}
         options |= {"enforce_eager": enforce_eager, "max_num_batched_tokens": 64, "num_speculative_tokens": 3}
         options |= {"speculative_method": "ngram" if method == "recorded" else method}
-        options |= {"speculative_model": str(directory.with_name("head"))} if method == "eagle3" else {}
+        if method in HEADS:
+            head = directory.with_name(HEADS[method])
+            options |= {"speculative_method": "eagle3", "speculative_model": str(head)}
         chosen = select_exchange(dcp, mesh.dcp_group, device)
         engine = load_engine(
             open_model(str(directory)), dcp, mesh, chosen, device, EngineOptions(**options), seq_lens=[80] * 5
@@ -49,7 +52,7 @@ def serve(
         if method == "recorded":
             drafter = RecordedDrafter(3, dict(enumerate(results[0][1])), 0.8, VOCAB_SIZE)
             engine.speculation = Speculation(drafter)
-        elif method in ("mtp", "eagle3"):
+        elif method in ("mtp", *HEADS):
             engine.speculation.drafter.drafts_always = True
         requests = [
             engine.add(
@@ -71,7 +74,9 @@ def test_drafts_change_no_token(num_gpus: int, family: str, tmp_path: Path) -> N
     module, methods = plain_module(family), METHODS
     directory = module.save(tmp_path / family)
     if family != "deepseek_v4":
-        PlainEagle3(module.base, (2, 1), eagle_aux_hidden_state_layer_ids=[2, 1]).save(tmp_path / "head")
+        for name in HEADS.values():
+            fields: dict[str, Any] = {"is_dense": name == "dense", "eagle_aux_hidden_state_layer_ids": [2, 1]}
+            PlainEagle3(module.base, (2, 1), **fields).save(tmp_path / name)
         methods = WITH_HEAD
     dcp = DCPConfig(tensor_parallel_size=num_gpus, decode_context_parallel_size=num_gpus, block_size=16)
     for results in run_ranks(num_gpus, serve, directory, dcp, "float32", methods, device="cuda"):

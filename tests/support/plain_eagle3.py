@@ -1,4 +1,4 @@
-"""An EAGLE3 head in plain torch, around transformers' own attention and MLP of DeepSeek-V3."""
+"""An EAGLE3 head in plain torch, around transformers' own attention and MLP of DeepSeek-V3, or of Llama."""
 
 import json
 from collections.abc import Sequence
@@ -16,11 +16,15 @@ from tests.support.models import VOCAB_SIZE, random_model, tiny_config
 DRAFT_VOCAB = 96
 _SIZES = {
     **{"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 8, "num_key_value_heads": 8},
-    **{"kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10},
-    **{"num_hidden_layers": 1, "first_k_dense_replace": 1, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 256},
+    **{"num_hidden_layers": 1, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 256},
     **{"rms_norm_eps": 1e-5, "initializer_range": 0.3, "tie_word_embeddings": False},
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e3},
 }
+_MLA_SIZES = {
+    **{"kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10},
+    "first_k_dense_replace": 1,
+}
+_DENSE_SIZES = {"head_dim": 12, "attention_bias": False}
 
 
 class PlainEagle3:
@@ -31,20 +35,29 @@ class PlainEagle3:
         base: transformers' model.
         inputs: Numbers of the layers whose inputs the head takes; that of the layer after the last is its output.
         tokens: Tokens of the draft's vocabulary; None for random ones.
+        is_dense: Whether it has Llama's attention; else MLA.
         fields: Fields of the head's config, flags among them.
     """
 
     def __init__(
-        self, base: Any, inputs: tuple[int, ...], seed: int = 0, tokens: Sequence[int] | None = None, **fields: Any
+        self,
+        base: Any,
+        inputs: tuple[int, ...],
+        seed: int = 0,
+        tokens: Sequence[int] | None = None,
+        is_dense: bool = False,
+        **fields: Any,
     ) -> None:
-        self.base, self.inputs, self.fields = base, inputs, fields
-        sizes = {name: value for name, value in fields.items() if name in _SIZES}
-        config = transformers.DeepseekV3Config(**_SIZES | sizes, attn_implementation="eager")
+        self.base, self.inputs, self.fields, self.is_dense = base, inputs, fields, is_dense
+        sizes = _SIZES | (_DENSE_SIZES if is_dense else _MLA_SIZES)
+        sizes |= {name: value for name, value in fields.items() if name in sizes}
+        new_config = transformers.LlamaConfig if is_dense else transformers.DeepseekV3Config
+        config = new_config(**sizes, attn_implementation="eager")
         self.draft_vocab = fields.get("draft_vocab_size", VOCAB_SIZE)
         self.head = random_model(config, seed)
         layer, size = self.head.model.layers[0], config.hidden_size
         generator = torch.Generator().manual_seed(seed)
-        for name in ("q_proj", "q_a_proj", "kv_a_proj_with_mqa"):
+        for name in ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"):
             if (narrow := getattr(layer.self_attn, name, None)) is not None:
                 linear = nn.Linear(2 * size, narrow.out_features, bias=False)
                 linear.weight.data = torch.randn(linear.weight.shape, generator=generator) * 0.2
@@ -68,7 +81,8 @@ class PlainEagle3:
         """Write it as heads are published."""
         directory.mkdir()
         config = json.loads(self.head.config.to_json_string()) | self.fields
-        config |= {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "deepseek_v3", "dtype": "float32"}
+        config["architectures"] = ["LlamaForCausalLMEagle3" if self.is_dense else "Eagle3DeepseekV2ForCausalLM"]
+        config["dtype"] = "float32"
         (directory / "config.json").write_text(json.dumps(config))
         state = {name.replace("model.layers.0.", "midlayer."): value for name, value in self.head.state_dict().items()}
         state = {name.removeprefix("model."): value for name, value in state.items()} | self.own

@@ -15,11 +15,15 @@ from dcpmla.transfer.route import Part, Route, find_routes
 
 
 def make_layout(tp: int, dcp: int, interleave: int, block_size: int, num_layers: int = 2) -> CacheLayout:
-    """Return a layout with latents and keys of 4 positions in each layer, ids, and a state that is cut by heads."""
+    """Return a layout with latents and keys of 4 positions in each layer, ids, and a state that is cut by heads; and
+    with keys and values of two heads in the last layer.
+    """
     rows = [TokenSpec("token ids", -1, 4, block_size * dcp, 1, True)]
     for layer in range(num_layers):
         rows.append(TokenSpec("latents", layer, 24, block_size, 1, False))
         rows.append(TokenSpec("index keys", layer, 12, block_size // 4, 4, False))
+    num_shares = min(2, tp // dcp)
+    rows.append(TokenSpec("keys and values", num_layers - 1, 16 // num_shares, block_size, 1, False, num_shares))
     states = StateSpec("memories", 96 // tp, 1, 1, 1), StateSpec("inputs", 3 * 48 // tp, 5, 3, 3)
     shared = StateSpec("sums", 20, 2, 1, 0)
     return CacheLayout(tp, dcp, interleave, tuple(rows), (*states, shared), (("model", "a"),))
@@ -37,6 +41,32 @@ def moved(parts: list[Part], tensor: int) -> list[int]:
     return [row for part in parts for piece in part.pieces if piece.tensor == tensor for row in piece.rows.tolist()]
 
 
+def columns_of(layout: CacheLayout, rank: int) -> tuple[int, int]:
+    """Return the first byte that a rank has of whole keys and values, and the end."""
+    spec = layout.tokens[-1]
+    share = rank // layout.dcp_size // (layout.tp_size // layout.dcp_size // spec.num_shares)
+    return share * spec.row_bytes, (share + 1) * spec.row_bytes
+
+
+def moved_columns(parts: list[Part], tensor: int, source: CacheLayout, rank: int) -> list[tuple[int, tuple[int, int]]]:
+    """Return rows, and the bytes of whole rows that move."""
+    first, _ = columns_of(source, rank)
+    pieces = [piece for part in parts for piece in part.pieces if piece.tensor == tensor]
+    return [
+        (row, (first + at, first + at + length))
+        for piece in pieces
+        for at, _, length in piece.columns
+        for row in piece.rows.tolist()
+    ]
+
+
+def joined(columns: list[tuple[int, int]]) -> tuple[int, int]:
+    """Return the bytes of parts that touch and do not overlap."""
+    columns = sorted(columns)
+    assert all(end == start for (_, end), (start, _) in pairwise(columns))
+    return columns[0][0], columns[-1][1]
+
+
 @given(
     source=layouts(),
     target=layouts(),
@@ -51,6 +81,7 @@ def test_each_row_arrives_once(
     borders, routes = np.cumsum([first, *cuts]).tolist(), find_routes(source, target)
     for target_rank in range(target.tp_size):
         arrived: dict[int, list[tuple[int, int]]] = {tensor: [] for tensor in range(len(source.tokens))}
+        columns: dict[int, list[tuple[int, int]]] = {}  # of keys and values: first column in whole rows, and the end
         for source_rank in range(source.tp_size):
             route = Route(source, source_rank, target, target_rank)
             for start, end in pairwise(borders):
@@ -59,7 +90,13 @@ def test_each_row_arrives_once(
                 assert all(part.num_bytes <= max_bytes for part in parts)
                 for tensor in arrived:
                     arrived[tensor] += [(row, source_rank) for row in moved(parts, tensor)]
-        for tensor, spec in enumerate(source.tokens):
+                for row, column in moved_columns(parts, len(source.tokens) - 1, source, source_rank):
+                    columns.setdefault(row, []).append(column)
+        expected_columns = columns_of(target, target_rank)
+        rows = range(borders[0], borders[-1])
+        own = [row for row in rows if row // target.interleave % target.dcp_size == target_rank % target.dcp_size]
+        assert {row: joined(each) for row, each in columns.items()} == dict.fromkeys(own, expected_columns)
+        for tensor, spec in enumerate(source.tokens[:-1]):
             expected = []
             for row in range(borders[0] // spec.span, borders[-1] // spec.span):
                 if spec.is_shared:

@@ -65,7 +65,7 @@ class LatentSpec(LayerSpec):
             return LayerReads(config.topk, *widths)
         return LayerReads(config.topk, *widths, context // config.indexer.pool_size, config.indexer.num_pools)
 
-    def row_bytes(self, kv_cache_dtype: str) -> int:
+    def row_bytes(self, kv_cache_dtype: str, num_groups: int = 1) -> int:
         """Return the bytes of a token's latent (`dcpmla.cache.formats`)."""
         storage = storage_dtype(kv_cache_dtype, torch.bfloat16)
         return row_width(storage, self.config.kv_lora_rank, self.config.qk_rope_head_dim) * storage.itemsize

@@ -70,7 +70,7 @@ class CompressedSpec(LayerSpec):
             return LayerReads(window + topk, *widths)
         return LayerReads(window + topk, *widths, num_keys=num_entries, num_candidates=topk)
 
-    def row_bytes(self, kv_cache_dtype: str) -> int:
+    def row_bytes(self, kv_cache_dtype: str, num_groups: int = 1) -> int:
         """Return the bytes of a row, of a token in a window or of an entry."""
         return row_bytes(self.config, kv_cache_dtype)
 

@@ -1,0 +1,1 @@
+"""Triton kernels of attention with keys and values of each head, with their launchers."""
