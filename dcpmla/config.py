@@ -208,6 +208,9 @@ class DCPConfig:
             attention over an fp8 cache multiplies in fp8; "auto" leaves them in the model's dtype.
         attention_backend, prefill_backend: Names of the backends that run decode's and prefill's attention
             (`dcpmla.attention.backends.choice`); "auto" takes the first that can.
+        kv_hot_tokens: Number of tokens whose latents are on the GPUs of a DCP group, in each layer, while all latents
+            are in host memory (docs/hot_tokens.md); None keeps all on the GPUs. For models in which every layer attends
+            to tokens that an indexer selects. It needs kv_offloading_size.
         context_workspace_tokens: Upper bound on the cached tokens of one context chunk, over all requests. In
             DeepSeek-V4 it bounds entries instead, each the compressed form of several tokens.
         dcp_q_replicate: Whether each rank holds the query projection of all its DCP group's heads, so that decode
@@ -239,6 +242,7 @@ class DCPConfig:
     index_hadamard: Flag = False
     attention_backend: _Text = "auto"
     prefill_backend: _Text = "auto"
+    kv_hot_tokens: Annotated[int | None, optional(whole(1))] = None
     context_workspace_tokens: Annotated[int, whole(1)] = 65536
     dcp_q_replicate: Flag = False
     dcp_project_before_merge: Flag = False

@@ -51,10 +51,13 @@ class LayerSpec(ABC):
     Attributes:
         config: Geometry of the layer, before it is sharded.
         has_indexer: Whether the layer has an indexer of its own, and so a cache of index keys.
+        num_selected: Number of tokens that each token attends to, which an indexer selects, so that latents can be in
+            host memory (`cache.hot`); None for layers that read others, too.
     """
 
     config: Any
     has_indexer: bool = False
+    num_selected: int | None = None
 
     @abstractmethod
     def check_layout(self, dcp: DCPConfig) -> None:

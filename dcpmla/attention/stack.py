@@ -52,6 +52,7 @@ class Stack:
         for layer in self.sorts:
             layer.check_layout(dcp)
         self.check_index(dcp)
+        self.check_hot_tokens(dcp)
 
     def check_index(self, dcp: DCPConfig) -> None:
         """Raise ValueError for options of an index cache if no layer has an indexer."""
@@ -62,6 +63,23 @@ class Stack:
         for name, is_asked in asked:
             if is_asked and not self.num_index_layers:
                 raise ValueError(f"{name} goes with sparse MLA, whose layers have indexers; this attention is dense")
+
+    def check_hot_tokens(self, dcp: DCPConfig) -> None:
+        """Raise ValueError for latents in host memory, unless an indexer selects what each layer reads, and there is
+        room for one token's selection.
+        """
+        if dcp.kv_hot_tokens is None:
+            return
+        given = f"kv_hot_tokens (--kv-hot-tokens) is {dcp.kv_hot_tokens}"
+        others = sorted({type(layer).__name__ for layer in self.sorts if layer.num_selected is None})
+        if others:
+            raise ValueError(
+                f"{given}, but layers of the model ({', '.join(others)}) read more than the tokens that an indexer "
+                "selects; leave it out. DeepSeek-V3.2 and GLM-5 have no such layers"
+            )
+        least = max(layer.num_selected or 0 for layer in self.sorts)
+        if dcp.kv_hot_tokens < least:
+            raise ValueError(f"{given}; it must be at least {least}, the tokens that one token attends to (index_topk)")
 
     def chunk_alignment(self, dcp: DCPConfig) -> int:
         """Return how many tokens a context chunk is a multiple of."""

@@ -1,5 +1,6 @@
 """Host memory for blocks and states that have left the GPU: one row for each item and each pack of layers."""
 
+import math
 import mmap
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -95,6 +96,30 @@ def host_bytes(num_bytes: int, is_pinned: bool) -> Tensor:
         # Memory that is freed while it is registered cannot be registered again.
         finalize(memory, cudart.cudaHostUnregister, address).atexit = False
     return torch.from_numpy(memory)[:num_bytes]
+
+
+class _Pinned:
+    """Pinned memory [N] uint8 under the protocol by which torch makes a tensor of it on the device."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        data = memory.data_ptr(), False
+        self.__cuda_array_interface__ = {"shape": tuple(memory.shape), "typestr": "|u1", "data": data, "version": 3}
+
+
+def host_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros in host memory, on a GPU pinned: a tensor of the device, whose kernels read and write the memory in
+    place.
+
+    Raises:
+        ValueError: The host does not give or pin as much.
+    """
+    memory = host_bytes(math.prod(shape) * dtype.itemsize, device.type == "cuda")
+    if device.type == "cuda":
+        there = torch.as_tensor(_Pinned(memory), device=device)
+        assert there.data_ptr() == memory.data_ptr()  # else it is a copy
+        memory = there
+    return memory.view(dtype).view(*shape)
 
 
 def _too_large(num_bytes: int, reason: str) -> str:

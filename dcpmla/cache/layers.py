@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from dcpmla.cache.carve import carve
+from dcpmla.cache.host_rows import host_tensor
+from dcpmla.cache.hot_set import HotSet
 from dcpmla.cache.items import Items
 from dcpmla.cache.memory import zeros
 from dcpmla.cache.plan import CachePlan
@@ -27,6 +29,7 @@ class LayerCache(NamedTuple):
         states: Memory of requests [num_states, *shape], in the order of `LayerTensors.states`.
         loads: Ends of copies into the layer's memory that its next step waits for.
         starts: Events to record where its attention begins: by then the layers before it have written their memory.
+        hot: Latents that the device has copies of; None where all latents are in its memory.
     """
 
     latents: Tensor
@@ -34,6 +37,7 @@ class LayerCache(NamedTuple):
     states: tuple[Tensor, ...] = ()
     loads: list[torch.cuda.Event] | None = None
     starts: list[torch.cuda.Event] | None = None
+    hot: HotSet | None = None
 
 
 class Cache(ABC):
@@ -42,13 +46,15 @@ class Cache(ABC):
     Attributes:
         sizes: Plan of the cache.
         per_layer: Memory of each layer.
-        tensors: All memory of the cache.
+        tensors: All memory of the cache on its device.
         loads: For each layer, ends of copies into its memory that its next step waits for.
         starts: For each layer, events to record where its attention begins.
         token_ids: Ids of tokens, int32 [num_blocks, block_tokens], the same on all ranks; None if not kept.
+        hot_counts: Counts of each layer's hot rows [num_layers, 4] int64 (`HotSet.counts`); None without hot rows.
     """
 
     sizes: CachePlan
+    hot_counts: Tensor | None = None
 
     def __init__(self, plan: CachePlan, device: torch.device, memory: Tensor | None = None) -> None:
         """Allocate a plan's bytes, or take them from memory.
@@ -66,9 +72,10 @@ class Cache(ABC):
             self.tensors = carve(memory, plan.tensors)
         new, layers = iter(self.tensors), plan.layer_tensors
         self.loads, self.starts = ([list[torch.cuda.Event]() for _ in layers] for _ in range(2))
-        for (fields, states, source), loads, starts in zip(layers, self.loads, self.starts, strict=True):
+        for (fields, states, source, on_host), loads, starts in zip(layers, self.loads, self.starts, strict=True):
             shared = {} if source is None else self.per_layer[source]._asdict()
             own: dict[str, Any] = {field: next(new) for field in fields}
+            own |= {field: host_tensor(*described, device) for field, described in on_host.items()}
             own["states"] = tuple(next(new) for _ in states)
             self.per_layer.append(LayerCache(**shared | own | {"loads": loads, "starts": starts}))
         self.token_ids: Tensor | None = None

@@ -39,11 +39,13 @@ class LayerTensors(NamedTuple):
         fields: Shape and dtype of each tensor, by the field of `layers.LayerCache`.
         states: Memory of each request.
         source: Number of an earlier layer, whose tensors the layer reads where it has none of its own; None for none.
+        on_host: Shape and dtype of each tensor in host memory, which the device reads and writes in place.
     """
 
     fields: dict[str, Described]
     states: tuple[StateMemory, ...] = ()
     source: int | None = None
+    on_host: dict[str, Described] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +109,16 @@ class CachePlan(ABC):
     def bytes_carved(self) -> int:
         """Return the bytes of memory that a `Cache` can be cut from; ids of tokens are left out."""
         return carved_bytes(self.tensors)
+
+    @property
+    def bytes_fixed(self) -> int:
+        """Return the bytes on one rank that do not depend on the number of blocks and states."""
+        return 0
+
+    @property
+    def host_bytes_per_block(self) -> int:
+        """Return the bytes of host memory that a block always takes, in all layers, on one rank."""
+        return 0
 
     @cached_property
     def bytes_per_block(self) -> int:

@@ -12,6 +12,7 @@ from dcpmla.bench.plots import check_outputs
 from dcpmla.cli.field_options import add_fields, reader, values_of
 from dcpmla.cli.options import add_model, format_list, positive, positive_list
 from dcpmla.cli.output import Section, write_json
+from dcpmla.cli.plan_hot import check_host_size, hot_section
 from dcpmla.cli.plan_prompts import PromptPlan
 from dcpmla.cli.plan_report import measured_report, plot, report
 from dcpmla.cli.plan_split import split_section
@@ -33,7 +34,8 @@ from dcpmla.planning.servers import Traffic
 from dcpmla.planning.setting import Setting
 from dcpmla.planning.weights import ModelSize
 
-_LAYOUT = ("num_gpus", "index_cache_dtype", "num_speculative_tokens", "acceptance_rate")  # fields of `Setting`
+# Fields of `Setting`.
+_LAYOUT = ("num_gpus", "index_cache_dtype", "num_speculative_tokens", "acceptance_rate", "kv_hot_tokens")
 _ENGINE = (
     "max_num_batched_tokens",
     "kv_offloading_size",
@@ -77,6 +79,7 @@ def run(args: argparse.Namespace) -> None:
     inputs = [args.model, args.model / "config.json", *map(Path, args.machine.split(",")), *measured]
     check_outputs(args.json, args.plot, inputs)
     check_sizes(args.kv_offloading_size, args.kv_offloading_disk_size)
+    check_host_size(args.kv_hot_tokens, args.kv_offloading_size, args.kv_offloading_disk_size)
     model = load_model_size(args.model).with_expert_dtype(args.expert_dtype)
     machine = load_machine(args.machine, model)
     args.tensor_parallel_size = args.tensor_parallel_size or [machine.num_gpus]
@@ -94,9 +97,12 @@ def run(args: argparse.Namespace) -> None:
     best, reason = recommend(machine, plans, args.batch, args.context)
     sections: dict[str, Section] = {}
     if best is not None:
-        prompts = PromptPlan(deployments[plans.index(best)], args.batch, args.context, args.max_num_batched_tokens)
+        deployment = deployments[plans.index(best)]
+        prompts = PromptPlan(deployment, args.batch, args.context, args.max_num_batched_tokens)
         sections["prompts"] = prompts.section(args.input_len)
-        if args.kv_offloading_size is not None:
+        if args.kv_hot_tokens is not None:
+            sections["hot"] = hot_section(best, deployment, args.batch, args.context, args.kv_offloading_size)
+        elif args.kv_offloading_size is not None:
             sizes = args.kv_offloading_size, args.kv_offloading_disk_size
             sections["tiers"] = tier_section(best, prompts, args.context, *sizes)
     if args.request_rate is not None:
@@ -110,7 +116,7 @@ def run(args: argparse.Namespace) -> None:
             "settings": [plan.as_json() for plan in plans],
             "recommended": best and {**best.as_json(), "reason": reason},
             "measured": [{**row, "predicted_us": round(time, 2)} for row, time in predicted if time is not None],
-            **dict.fromkeys(("prompts", "tiers", "split")),
+            **dict.fromkeys(("prompts", "tiers", "hot", "split")),
             **{name: section.content for name, section in sections.items()},
         }
         write_json(args.json, content)
@@ -175,6 +181,7 @@ def _settings(args: argparse.Namespace, model: ModelSize) -> list[Setting]:
     for tp in tp_sizes:
         model.attention.config.heads_per_rank(tp)  # raises, with the sizes that divide
     model.attention.check_index(DCPConfig(index_cache_dtype=args.index_cache_dtype))
+    model.attention.check_hot_tokens(DCPConfig(kv_hot_tokens=args.kv_hot_tokens))
     for dcp in dcp_sizes or []:
         if not any(tp % dcp == 0 for tp in tp_sizes):
             Setting(tp=tp_sizes[-1], dcp=dcp, kv_cache_dtype=args.kv_cache_dtype[0])  # raises likewise

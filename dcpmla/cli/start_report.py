@@ -117,7 +117,14 @@ def _no_graphs(engine: Engine, options: EngineOptions) -> str:
 def _tier_lines(engine: Engine, options: EngineOptions) -> Iterator[str]:
     """Yield the sizes of the memories below the cache, and what a disk holds of earlier jobs."""
     tier, block_tokens = engine.scheduler.tier, engine.cache.sizes.block_tokens
-    if options.kv_offloading_size is not None:
+    if engine.dcp.kv_hot_tokens is not None:
+        num_tokens, num_bytes = engine.cache.sizes.tokens_total, engine.cache.sizes.host_bytes_per_block
+        yield (
+            f"host memory: latents of all {num_tokens:,} tokens, {num_bytes * engine.cache.sizes.num_blocks:,} bytes a "
+            f"rank of --kv-offloading-size {options.kv_offloading_size:g} GiB for all; on the GPUs index keys, and "
+            f"latents of {engine.dcp.kv_hot_tokens:,} tokens a layer (--kv-hot-tokens)"
+        )
+    elif options.kv_offloading_size is not None:
         num_blocks = tier.blocks.num_slots
         yield (
             f"host memory: {options.kv_offloading_size:g} GiB (--kv-offloading-size) for {num_blocks:,} blocks, "

@@ -34,8 +34,8 @@ class EngineOptions:
         gpu_memory_utilization: Share of a device's memory to use, in (0, 1]; on CPUs, share of the host's free memory,
             divided among the host's ranks.
         enable_prefix_caching: Whether to reuse cached blocks of earlier requests that begin with the same tokens.
-        kv_offloading_size: GiB of host memory, of all ranks together, for blocks that leave the cache, pinned at the
-            start; None without. It needs enable_prefix_caching.
+        kv_offloading_size: GiB of host memory, of all ranks together, for blocks that leave the cache, or with
+            kv_hot_tokens for all latents, pinned at the start; None without. It needs enable_prefix_caching.
         kv_offloading_path: Directory on local disks, where later jobs find copies of these blocks; None without.
             It needs kv_offloading_size and kv_offloading_disk_size.
         kv_offloading_disk_size: GiB of all ranks' files in kv_offloading_path together, allocated at the start.

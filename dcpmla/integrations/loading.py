@@ -20,7 +20,14 @@ from dcpmla.integrations.eagle3 import LABEL, Eagle3Files, open_eagle3
 from dcpmla.integrations.engine_maker import EngineMaker
 from dcpmla.integrations.engine_options import OWN_MODULES, EngineOptions
 from dcpmla.integrations.families.table import attention_of
-from dcpmla.integrations.offloading import check_scales, make_disk_tier, make_host_memory, open_folder
+from dcpmla.integrations.offloading import (
+    check_hot_tokens,
+    check_scales,
+    host_bytes_of_rank,
+    make_disk_tier,
+    make_host_memory,
+    open_folder,
+)
 from dcpmla.integrations.open_model import ModelFiles, check_layout, open_model, warn_of_unknown_tokens
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.speculation import check_speculation
@@ -85,7 +92,10 @@ def load_engine(
         num_bytes = _free_bytes(sharded, options, num_local_ranks, make.makers if make.is_captured else [])
         if device.type == "cpu":  # whose memory is for other programs, too
             most = seq_lens or [files.max_model_len] * num_running
-    plan = _plan_cache(sharded, seq_lens, most, num_bytes, num_running, options.max_query_len - 1)
+    with agree():
+        num_host_bytes = host_bytes_of_rank(options.kv_offloading_size or 0, mesh.tp_size, num_local_ranks)
+    sizes = num_bytes, num_host_bytes, num_running, options.max_query_len - 1
+    plan = _plan_cache(sharded, seq_lens, most, *sizes)
     with agree():
         cache = plan.allocate(device)
         memory, tier = make_host_memory(cache, options.kv_offloading_size, mesh.tp_size, num_local_ranks)
@@ -125,6 +135,7 @@ def _open(
         eagle3 = None if options.speculative_model is None else open_eagle3(options.speculative_model)
         check_speculation(files.config, dcp, options.speculative_method, eagle3, options.num_speculative_tokens)
         check_scales(dcp, options)
+        check_hot_tokens(dcp, options)
     digests = {f"{name} of the model's directory": digest for name, digest in files.digests.items()}
     check_equal_arguments(digests | ({} if eagle3 is None else {f"config.json of {LABEL}": eagle3.digest}))
     alignment = attention_of(files.config).chunk_alignment(dcp)
@@ -137,6 +148,7 @@ def _plan_cache(
     seq_lens: Sequence[int] | None,
     most: Sequence[int] | None,
     num_bytes: int,
+    num_host_bytes: int,
     num_running: int,
     num_drafts: int,
 ) -> CachePlan:
@@ -146,6 +158,7 @@ def _plan_cache(
     Args:
         seq_lens: Lengths of all future sequences, if known; the longest must fit.
         most: Lengths of sequences that need no more blocks than the cache may have; None for any number.
+        num_bytes, num_host_bytes: Bytes of the device and of host memory for the cache on this rank.
     """
 
     def planned(lens: Sequence[int]) -> CachePlan:
@@ -156,7 +169,10 @@ def _plan_cache(
     plan = planned(lens)
     block_bytes = plan.bytes_per_block or _EMPTY_BLOCK_BYTES
     state_bytes = plan.num_states * plan.bytes_per_state
-    affordable = torch.tensor(max(0, num_bytes - state_bytes) // block_bytes, device=model.device)
+    num_blocks = max(0, num_bytes - state_bytes - plan.bytes_fixed) // block_bytes
+    if plan.host_bytes_per_block:
+        num_blocks = min(num_blocks, num_host_bytes // plan.host_bytes_per_block)
+    affordable = torch.tensor(num_blocks, device=model.device)
     dist.all_reduce(affordable, op=dist.ReduceOp.MIN, group=model.placement.mesh.tp_group)
     longest = -(-max(lens) // plan.block_tokens) * block_bytes
     if int(affordable) * block_bytes < longest:

@@ -49,15 +49,9 @@ def make_host_memory(
     Raises:
         ValueError: The size holds no block, or the host has less memory.
     """
-    if size is None:
+    if size is None or cache.sizes.host_bytes_per_block:  # whose latents never leave host memory
         return None, HostTier()
-    memory, num_bytes = HostMemory(cache), int(size * _GIB) // num_ranks
-    available = psutil.virtual_memory().available // num_local_ranks
-    if num_bytes > available:
-        raise ValueError(
-            f"kv_offloading_size (--kv-offloading-size) is {size:g} GiB, {num_bytes:,} bytes for each of {num_ranks} "
-            f"ranks; this host has {available:,} bytes free for each of its {num_local_ranks} ranks"
-        )
+    memory, num_bytes = HostMemory(cache), host_bytes_of_rank(size, num_ranks, num_local_ranks)
     num_blocks, num_states = count_slots(num_bytes, memory.block_bytes, memory.state_bytes, cache.sizes.block_tokens)
     if not num_blocks:
         least = memory.block_bytes + memory.state_bytes
@@ -67,6 +61,40 @@ def make_host_memory(
         )
     memory.allocate(num_blocks, num_states)
     return memory, HostTier(num_blocks, num_states)
+
+
+def host_bytes_of_rank(size: float, num_ranks: int, num_local_ranks: int) -> int:
+    """Return a rank's bytes of host memory.
+
+    Args:
+        size, num_ranks, num_local_ranks: Arguments of `make_host_memory`.
+    Raises:
+        ValueError: The host has less memory.
+    """
+    num_bytes = int(size * _GIB) // num_ranks
+    available = psutil.virtual_memory().available // num_local_ranks
+    if num_bytes > available:
+        raise ValueError(
+            f"kv_offloading_size (--kv-offloading-size) is {size:g} GiB, {num_bytes:,} bytes for each of {num_ranks} "
+            f"ranks; this host has {available:,} bytes free for each of its {num_local_ranks} ranks"
+        )
+    return num_bytes
+
+
+def check_hot_tokens(dcp: DCPConfig, options: EngineOptions) -> None:
+    """Raise ValueError for latents in host memory without a size, or with files below."""
+    if dcp.kv_hot_tokens is None:
+        return
+    given = f"kv_hot_tokens (--kv-hot-tokens) is {dcp.kv_hot_tokens}"
+    if options.kv_offloading_size is None:
+        raise ValueError(
+            f"{given}, so all latents are in host memory; give its size, kv_offloading_size (--kv-offloading-size)"
+        )
+    if options.kv_offloading_path is not None:
+        raise ValueError(
+            f"{given}: latents stay in host memory, and their blocks reach no disk; leave kv_offloading_path "
+            "(--kv-offloading-path) out"
+        )
 
 
 def check_scales(dcp: DCPConfig, options: EngineOptions) -> None:

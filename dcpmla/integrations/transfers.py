@@ -38,6 +38,11 @@ def check_role(role: str, dcp: DCPConfig) -> None:
             f"role (--role) is {role}, whose blocks another server shares, but calculate_kv_scales "
             "(--calculate-kv-scales) finds other scales on each server; give kv_cache_scale (--kv-cache-scale) instead"
         )
+    if role != "both" and dcp.kv_hot_tokens is not None:
+        raise ValueError(
+            f"role (--role) is {role}, but kv_hot_tokens (--kv-hot-tokens) {dcp.kv_hot_tokens} keeps latents in host "
+            "memory, from which servers do not exchange blocks; leave one of them out"
+        )
 
 
 def new_staging(device: torch.device, is_within_host: bool) -> Tensor:

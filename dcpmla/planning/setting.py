@@ -21,6 +21,8 @@ class Setting:
         enable_expert_parallel: Whether a rank has its share of the experts whole, instead of a slice of every one.
         num_speculative_tokens: Drafts of each request that a step verifies. The time of drafting is not counted.
         acceptance_rate: Probability that a draft is accepted if all drafts before it are.
+        kv_hot_tokens: Tokens whose latents are on the GPUs of a DCP group, in each layer, while all latents are in host
+            memory (docs/hot_tokens.md); None for all.
     """
 
     tp: int
@@ -31,6 +33,7 @@ class Setting:
     enable_expert_parallel: bool = False
     num_speculative_tokens: Annotated[int, whole(0, 15)] = 0
     acceptance_rate: Annotated[float, number(0, 1)] = 0.8
+    kv_hot_tokens: Annotated[int | None, optional(whole(1))] = None
 
     def __post_init__(self) -> None:
         check_fields(rules_of(Setting), vars(self), option_label)
@@ -47,6 +50,7 @@ class Setting:
             decode_context_parallel_size=self.dcp,
             kv_cache_dtype=self.kv_cache_dtype,
             index_cache_dtype=self.index_cache_dtype,
+            kv_hot_tokens=self.kv_hot_tokens,
         )
 
     @property

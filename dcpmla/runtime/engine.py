@@ -20,6 +20,7 @@ from dcpmla.runtime.endings import StopStrings, failure
 from dcpmla.runtime.grammars import Grammars
 from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.handoffs import Handoffs
+from dcpmla.runtime.hot_counts import HotCounts
 from dcpmla.runtime.in_flight import InFlightStep, StepEvents
 from dcpmla.runtime.model import Model
 from dcpmla.runtime.offload import Offload
@@ -76,6 +77,7 @@ class Engine:
         compilations: Names of kernels that were compiled since the warm-up (`runtime.compilations`).
         handoffs: Transfers with other jobs; None without.
         offload: Tiers of memory below the cache; None without.
+        hot_counts: Counts of hot rows; None where all latents are on the device.
         stops: Search for stop strings; None where another process makes the texts and searches them (`stop`).
         has_forms: Whether the tokens of requests have forms (`Request.has_forms`).
         now: Seconds on this rank's clock when the last step ended.
@@ -110,6 +112,7 @@ class Engine:
         self.compilations: Sequence[str] = ()
         self.handoffs: Handoffs | None = None
         self.offload: Offload | None = None
+        self.hot_counts = None if cache.hot_counts is None else HotCounts(cache.hot_counts)
         self.now = 0.0
         self._arrivals, self._agreement = Arrivals(self.grammars), Agreement(mesh)
         self._first_now = 0.0  # seconds on the first rank's, sent to all: requests that arrived by then are served

@@ -17,6 +17,11 @@ class HostCopy:
         if self._done is not None:
             self._done.record()
 
+    @property
+    def is_done(self) -> bool:
+        """Return whether the numbers are here."""
+        return self._done is None or self._done.query()
+
     def wait(self) -> list[int]:
         """Wait for the work before the copy, and for no later one, and return the numbers."""
         if self._done is not None:

@@ -277,6 +277,8 @@ def _totals(engine: Engine) -> dict[tuple[str, ...], float]:
     totals |= {("synthetic_acceptance_rate", str(at)): rate for at, rate in enumerate(rates)}
     for labels, copies in () if engine.offload is None else engine.offload.totals().items():
         totals |= {(f"kv_offload_{name}", *labels): total for name, total in vars(copies).items()}
+    for labels, number in () if engine.hot_counts is None else engine.hot_counts.totals().items():
+        totals["kv_hot_rows", *labels] = number
     for direction, side in () if handoffs is None else (("sent", handoffs.sent), ("received", handoffs.received)):
         totals |= {
             ("kv_transfer_bytes", direction): side.bytes,

@@ -121,6 +121,10 @@ METRICS: Mapping[str, Metric] = {
     "kv_offload_blocks": _counter("Blocks that were copied to and from a tier of memory.", labels=_MOVES),
     "kv_offload_bytes": _counter("Bytes of these copies on the first rank.", labels=_MOVES),
     "kv_offload_seconds": _counter("Seconds of these copies on the first rank.", labels=_MOVES),
+    "kv_hot_rows": _counter(
+        "Selected latents that were on the first rank's GPU (hit), and those that it fetched from host memory (miss).",
+        labels=("layer", "outcome"),
+    ),
     "kv_transfer_bytes": _counter("Bytes of transfers with other servers on the first rank.", labels=_DIRECTION),
     "kv_transfer_seconds": _counter("Seconds of transfers with other servers on the first rank.", labels=_DIRECTION),
     "kv_transfer_requests": _counter("Requests whose transfer has ended.", labels=("direction", "outcome")),

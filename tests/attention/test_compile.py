@@ -18,6 +18,7 @@ from dcpmla.attention.select.step import with_selection
 from dcpmla.attention.step.metadata import StepBuilder
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.cache.formats import is_quantized, to_cache_rows
+from dcpmla.cache.hot_set import HotSet, HotSizes
 from dcpmla.cache.latent import num_blocks
 from dcpmla.cache.layers import LayerCache
 from dcpmla.comm.select import select_exchange
@@ -63,7 +64,7 @@ DEEPSEEK = MLAConfig(
 
 
 def make_layer(
-    config: MLAConfig, size: int, backend: str, dtype: torch.dtype, device: str, **formats: str
+    config: MLAConfig, size: int, backend: str, dtype: torch.dtype, device: str, **formats: Any
 ) -> MLAAttention:
     """Make a layer of random weights, cut as its ranks are."""
     dcp = dcp_config(size, size, dcp_comm_backend=backend, block_size=64 if device == "cuda" else 4, **formats)
@@ -105,8 +106,15 @@ def run_layer(
         index_keys = random(len(latents), dcp.block_size, config.indexer.head_dim)
     if config.topk is not None:
         step = with_selection(step, config.topk)
+    cache = LayerCache(latents, index_keys)
+    if dcp.kv_hot_tokens is not None:
+        assert config.topk is not None
+        sizes = HotSizes(1, dcp.kv_hot_tokens, config.topk, latents.shape[-1], latents.dtype)
+        described = sizes.tensors(latents.shape[0] * latents.shape[1])
+        sets = HotSet.of(sizes, [torch.zeros(shape, dtype=kind, device=weight.device) for shape, kind in described])
+        cache = cache._replace(hot=sets[0])
     with torch.inference_mode():
-        out = (layer if forward is None else forward)(hidden_states, LayerCache(latents, index_keys), step)
+        out = (layer if forward is None else forward)(hidden_states, cache, step)
     return out[: step.num_tokens], latents
 
 
@@ -130,7 +138,7 @@ def check_compiled(
     batches: Sequence[Batch],
     way: Compilation,
     max_decode_query_len: int = 1,
-    formats: dict[str, str] | None = None,
+    formats: dict[str, Any] | None = None,
     rank: int | None = None,
 ) -> int:
     """Compare each batch on one rank, or on all; return the number of graphs that were compiled."""
@@ -160,7 +168,7 @@ class Case(NamedTuple):
     num_graphs: int
     backend: str = "auto"
     max_decode_query_len: int = 1
-    formats: dict[str, str] | None = None
+    formats: dict[str, Any] | None = None
     rank: int | None = None
 
 
@@ -171,6 +179,7 @@ ALONE = {
     "fp8": Case(WIDE, (DECODES[0], MIXED), 2, formats={"kv_cache_dtype": "fp8", "decode_query_dtype": "fp8"}),
     "fp8_ds_mla": Case(WIDE, (DECODES[0], MIXED), 2, formats={"kv_cache_dtype": "fp8_ds_mla"}),
     "prefill": Case(SMALL, (PREFILL,), 1),
+    "hot": Case(VARIANTS["sparse"], DECODES, 2, formats={"kv_hot_tokens": 9}),
 }
 # As many query tokens in each request, then different numbers, then with a prefill.
 OVER_RANKS = {

@@ -48,6 +48,16 @@ def test_lines_of_options(tmp_path: Path) -> None:
     assert lines[-1].endswith("found 0 blocks of earlier jobs")
 
 
+def test_lines_of_hot_tokens(tmp_path: Path) -> None:
+    save_tiny("deepseek_v32", tmp_path)
+    lines = lines_of(tmp_path, kv_hot_tokens=30, kv_offloading_size=0.01, kv_cache_memory_bytes=10**9)
+    (line,) = [line for line in lines if line.startswith("host memory: ")]
+    assert line.endswith(
+        "of --kv-offloading-size 0.01 GiB for all; on the GPUs index keys, and latents of 30 tokens a "
+        "layer (--kv-hot-tokens)"
+    )
+
+
 def test_a_cache_without_room_for_the_longest_says_so(tmp_path: Path) -> None:
     save_tiny("deepseek_v3", tmp_path)
     (room,) = [line for line in lines_of(tmp_path, kv_cache_memory_bytes=1 << 14) if line.startswith("room: ")]

@@ -98,6 +98,7 @@ CASES: dict[str, tuple[str, int, int, dict[str, Any], dict[str, Any]]] = {
     "V4-Flash, DSpark": ("deepseek-v4-flash", 2, 2, {}, {"speculative_method": "dspark"}),
     "V3.2": ("deepseek_v32", 2, 2, {}, {}),
     "V3.2, eager": ("deepseek_v32", 2, 2, {}, _EAGER),
+    "V3.2, hot tokens": ("deepseek_v32", 2, 2, {"kv_hot_tokens": 5000}, {"kv_offloading_size": 1}),
     "GLM-5-Next": ("glm5_next_text", 2, 2, {}, {}),
 }
 MORE: dict[str, tuple[str, int, int, dict[str, Any], dict[str, Any]]] = {

@@ -278,6 +278,7 @@ def paper_gpu(num_ranks: int) -> Iterator[Launches]:
 def _stand_ins(num_ranks: int) -> dict[Any, dict[str, Any]]:
     """Return what takes the place of a GPU's driver, by the modules or classes that have it."""
     import dcpmla.attention.triton.device as device
+    import dcpmla.cache.layers as layers
     import dcpmla.comm.select as select
     import dcpmla.model.moe as moe
     import dcpmla.runtime.capture as capture
@@ -321,6 +322,7 @@ def _stand_ins(num_ranks: int) -> dict[Any, dict[str, Any]]:
         dist: {"get_backend": lambda _=None: "gloo"},
         select: {"reach": lambda *_: ""},
         device: {"max_shared_mem": lambda _: _SHARED_MEMORY},
+        layers: {"host_tensor": layers.zeros},
         moe: {"ThreadPoolExecutor": _SameThread},
         capture: {"_alias": lambda tensor: tensor},
     }

@@ -29,6 +29,7 @@ class FactoredSpec(LatentSpec):
 
     source: int | None = None
     is_source: bool = False
+    num_selected = None
 
     def memory(self, dcp: DCPConfig, dtype: torch.dtype, num_drafts: int) -> LayerMemory:
         """Return the rows of a source, or the layer's own."""

@@ -33,6 +33,12 @@ class LatentSpec(LayerSpec):
     has_indexer: bool = False
     rotary: str = MAIN_ROTARY
 
+    @property
+    def num_selected(self) -> int | None:  # type: ignore[override]
+        """Return the number of selected tokens of layers with an indexer, or that reuse one's selection."""
+        indexer = self.config.indexer
+        return None if indexer is None or indexer.pool_size > 1 else indexer.topk
+
     def check_layout(self, dcp: DCPConfig) -> None:
         """Raise ValueError if heads do not divide by the TP size, or the layer has no order of dcp.deterministic."""
         self.config.heads_per_rank(dcp.tensor_parallel_size)

@@ -17,11 +17,12 @@ from dcpmla.attention.output.rows import OutputRows, quant_for
 from dcpmla.attention.placement import Placement, check_order
 from dcpmla.attention.projections import project_latents
 from dcpmla.attention.select.indexer import Indexer
-from dcpmla.attention.select.selector import selected_rows
+from dcpmla.attention.select.selector import hot_rows, selected_rows
 from dcpmla.attention.select.step import SelectedTokens, SparseMetadata, check_selection
 from dcpmla.attention.step.chunks import PrefillMetadata
 from dcpmla.attention.step.metadata import DecodeMetadata, StepMetadata, begin_attention, part_tokens
 from dcpmla.cache.formats import check_cache, is_quantized, row_width
+from dcpmla.cache.hot import forget_hot_rows
 from dcpmla.cache.layers import LayerCache
 from dcpmla.config import MLAConfig
 from dcpmla.parallel.linear import Weight
@@ -149,6 +150,8 @@ class MLAAttention(AttentionWeights):
         if self._scales_pending and step.prefill is not None:  # captures come before the first prompt, and set none
             self._calculate_scales(hidden_states, cache.latents, step)
         q_c, latents = self.latents_of(hidden_states, cache.latents, step)
+        if cache.hot is not None:
+            forget_hot_rows(cache.hot, step.tokens.slots)
         mha = step.compute_ahead(self._compute_ahead, q_c, latents, cache, output)
         step.run_outside_graph(self._write_output, hidden_states, q_c, latents, mha, cache, output)
 
@@ -173,7 +176,7 @@ class MLAAttention(AttentionWeights):
         tokens = Tokens(q_c, step.cos_sin, step.query_factor)
         mha = self.prepare_mha(tokens, latents)
         if step.decode is not None:
-            self._absorbed_in_parts(tokens.rows(slice(0, step.num_decode_tokens)), cache.latents, step.decode, output)
+            self._absorbed_in_parts(tokens.rows(slice(0, step.num_decode_tokens)), cache, step.decode, output)
         return mha
 
     def _write_output(
@@ -197,24 +200,26 @@ class MLAAttention(AttentionWeights):
         selection = self._select(hidden_states, q_c, cache, step)
         tokens = Tokens(q_c, step.cos_sin, step.query_factor, selection)
         if step.shares_rows:
-            self._write_shared_rows(tokens, latents, cache.latents, step, output)
+            self._write_shared_rows(tokens, latents, cache, step, output)
             return
         if step.decode is not None:
-            self._absorbed_in_parts(tokens.rows(decodes), cache.latents, step.decode, output)
+            self._absorbed_in_parts(tokens.rows(decodes), cache, step.decode, output)
         if step.prefill is not None:
-            tokens, latents = tokens.rows(prefills), latents[prefills]
+            # A mask of short contexts would exclude nothing.
+            selection = selection if step.max_seq_len > (self.config.topk or 0) else None
+            tokens, latents = tokens._replace(selection=selection).rows(prefills), latents[prefills]
             mha = self.prepare_mha(tokens) if mha is None else mha.rows(prefills)
             self._prefill(tokens, latents, mha, cache.latents, step.prefill, output)
         output.pad()
 
     def _write_shared_rows(
-        self, tokens: Tokens, latents: Tensor, kv_cache: Tensor, step: StepMetadata, output: OutputRows
+        self, tokens: Tokens, latents: Tensor, cache: LayerCache, step: StepMetadata, output: OutputRows
     ) -> None:
         """Append the rows of decodes and prompts in one graph (`StepMetadata.shares_rows`). Collective."""
         assert step.prefill is not None
         values = self._new_output(step.num_tokens, latents.dtype, None)
         if step.decode is not None:
-            self._absorbed_in_parts(tokens.rows(slice(0, step.num_decode_tokens)), kv_cache, step.decode, values)
+            self._absorbed_in_parts(tokens.rows(slice(0, step.num_decode_tokens)), cache, step.decode, values)
         values.pad()
         rows = values.rows()
         assert isinstance(rows, Tensor)
@@ -243,7 +248,7 @@ class MLAAttention(AttentionWeights):
         check_cache(cache.latents, self.dcp.block_size, self.cache_width, self.dcp.kv_cache_dtype, self.cache_dtype)
         step.check_blocks(cache.latents.shape[0])
         if self.config.topk is not None and step.defer is None:  # replays bring selections
-            check_selection(self.config.topk, cache.latents, step)
+            check_selection(self.config.topk, cache, step)
         if self.indexer is not None:
             num_blocks, num_keys = cache.latents.shape[0], self.dcp.block_size // self.indexer.config.pool_size
             self.indexer.selector.check_cache(cache.index_keys, num_blocks, num_keys, self.kv_b_proj.dtype)
@@ -277,16 +282,21 @@ class MLAAttention(AttentionWeights):
             return None
         if self.indexer is not None:
             self.indexer(hidden_states, q_c, cache, step)  # writes the selection
-        return sparse.selection if sparse.max_seq_len > self.config.topk else None
+        return sparse.selection
 
-    def _absorbed_in_parts(self, tokens: Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
+    def _absorbed_in_parts(self, tokens: Tokens, cache: LayerCache, decode: DecodeMetadata, output: OutputRows) -> None:
         """Append the output of decode tokens, in parts, so that memory is bounded. Collective."""
         max_tokens = part_tokens(self.num_heads * self.dcp.decode_context_parallel_size, self.dcp)
+        if tokens.selection is not None:
+            pages, decode = selected_rows(cache.latents, tokens.selection, decode.workspace)
+            cache = cache._replace(latents=pages)
+        if cache.hot is not None:
+            max_tokens = min(max_tokens, cache.hot.max_tokens)
         if plain(tokens.q_c).shape[0] <= max_tokens:  # a compiler cannot trace the loop
-            self._absorbed(tokens, kv_cache, decode, output)
+            self._absorbed(tokens, cache, decode, output)
             return
         for rows, part in decode.parts(max_tokens):
-            self._absorbed(tokens.rows(rows), kv_cache, part, output)
+            self._absorbed(tokens.rows(rows), cache, part, output)
 
     def _prefill(
         self,
@@ -315,10 +325,10 @@ class MLAAttention(AttentionWeights):
         )
         output.append(out, lse, mha.gates)
 
-    def _absorbed(self, tokens: Tokens, kv_cache: Tensor, decode: DecodeMetadata, output: OutputRows) -> None:
+    def _absorbed(self, tokens: Tokens, cache: LayerCache, decode: DecodeMetadata, output: OutputRows) -> None:
         """Attend with absorbed queries to the latents of all ranks, apply W_UV, and append the output. Collective."""
-        if tokens.selection is not None:
-            kv_cache, decode = selected_rows(kv_cache, tokens.selection, decode.workspace)
+        if cache.hot is not None:
+            cache, decode = hot_rows(cache, decode)
         q, gates = self.project_query(tokens, slice(0, self.q_heads.count))
         gates = None if gates is None else gates[:, self.q_heads.own]
         dcp, held = self.dcp, slice(None) if self.dcp.dcp_q_replicate else self.kv_heads.own
@@ -326,7 +336,7 @@ class MLAAttention(AttentionWeights):
         project_first = dcp.dcp_project_before_merge and q.shape[0] >= PROJECT_FIRST_TOKENS
         call = decode_call(
             absorbed if dcp.dcp_q_replicate else self.exchange.gather_heads(absorbed),
-            kv_cache,
+            cache.latents,
             decode,
             self.config.softmax_scale,
             self.config.kv_lora_rank,

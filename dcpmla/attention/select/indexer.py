@@ -68,7 +68,7 @@ class Indexer(nn.Module):
         return self.fused_wk_weights_proj(hidden_states).tensor_split((self.config.head_dim,), -1)
 
     def forward(self, hidden_states: PlainRows, q_c: PlainRows, cache: LayerCache, step: StepMetadata) -> None:
-        """Cache the tokens' keys, and write the step's selection if a token may have more than topk keys. Collective.
+        """Cache the tokens' keys, and write the step's selection if it has memory for one. Collective.
 
         Args:
             hidden_states: Hidden states [T, hidden].
@@ -84,9 +84,8 @@ class Indexer(nn.Module):
         norm = IndexNorm(self.k_norm.weight, self.k_norm.bias, config.norm_eps)
         rotation = IndexRotation(cos_sin, config.rope_interleaved, dcp.index_hadamard)
         norm_rope_index_keys(keys, index_keys, step.tokens.slots, norm, rotation)
-        if sparse.max_seq_len <= config.topk:
+        if sparse.selection is None:
             return
-        assert sparse.selection is not None
         source = q_c if self.q_input_norm is None else self.q_input_norm(plain(hidden_states))
         if isinstance(source, Tensor):
             source = source[:, : self.source_width]  # without the latent before its norm (`query_gates`)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,7 +15,9 @@ from dcpmla.attention.select.slots import SlotLayout
 from dcpmla.attention.select.step import SelectedTokens, SparseMetadata
 from dcpmla.attention.select.topk import choose_tokens, local_candidates
 from dcpmla.attention.step.metadata import DecodeMetadata
+from dcpmla.cache.hot import fetch_hot_rows
 from dcpmla.cache.index_keys import index_row_width, index_storage_dtype
+from dcpmla.cache.layers import LayerCache
 from dcpmla.comm.exchange import Exchange
 from dcpmla.config import DCPConfig
 from dcpmla.indexer_config import IndexerConfig
@@ -107,6 +110,18 @@ class TokenSelector:
         width = max(candidate_width(self.config.num_pools, num_columns), num_blocks)
         candidate_bytes = 8 * width * self.dcp.decode_context_parallel_size
         return max(1, WORKSPACE_BYTES // max(4 * num_columns, candidate_bytes))
+
+
+def hot_rows(cache: LayerCache, decode: DecodeMetadata) -> tuple[LayerCache, DecodeMetadata]:
+    """Return a cache and metadata to attend to copies of selected rows on the device, in the same order.
+
+    Args:
+        cache: Cache of a layer whose latents are in host memory.
+        decode: Metadata of at most `HotSet.max_tokens` tokens (`selected_rows`).
+    """
+    assert cache.hot is not None
+    table = fetch_hot_rows(cache.hot, cache.latents, decode.block_table, decode.local_seq_lens)
+    return cache._replace(latents=cache.hot.pool), replace(decode, block_table=table)
 
 
 def selected_rows(

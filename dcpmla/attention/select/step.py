@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dcpmla.attention.step.metadata import StepMetadata
+from dcpmla.cache.layers import LayerCache
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class SparseMetadata:
         local_seq_lens: The same number over this rank's tokens [num_tokens], int32.
         max_seq_len: Upper bound of seq_lens, the same on all ranks; up to topk, nothing is selected.
         selection: Memory for the selection: a layer with an indexer writes it, later layers without one read it. None
-            where no token has more than topk before it.
+            where no token has more than topk before it, and attention may read all latents.
     """
 
     block_table: Tensor
@@ -76,7 +77,7 @@ def selectable(step: StepMetadata) -> SparseMetadata:
 
 def with_selection(step: StepMetadata, topk: int, positions: Tensor | None = None) -> StepMetadata:
     """Return the step with the tokens that each token may select from, and where a token has more than topk before it,
-    with memory for topk selected tokens each.
+    or latents are in host memory, with memory for topk selected tokens each.
 
     Args:
         positions: Memory of an engine for the selected positions [at least num_tokens, topk] int32, contiguous, whose
@@ -89,7 +90,7 @@ def with_selection(step: StepMetadata, topk: int, positions: Tensor | None = Non
     if step.defer is not None:  # Selections are made between graphs, with the step of each replay.
         return step
     sparse = selectable(step)
-    if sparse.max_seq_len <= topk:
+    if sparse.max_seq_len <= topk and step.layout.dcp.kv_hot_tokens is None:
         return step.sharing(sparse)
     selection = SelectedTokens.empty(step.num_tokens, topk, sparse.request.device)
     if positions is not None:
@@ -106,9 +107,15 @@ def check_positions(positions: Tensor, step: StepMetadata, topk: int) -> None:
         raise ValueError(f"positions is {actual}, strides {positions.stride()}; expected {needed}")
 
 
-def check_selection(topk: int, kv_cache: Tensor, step: StepMetadata) -> None:
+def check_selection(topk: int, cache: LayerCache, step: StepMetadata) -> None:
     """Raise ValueError if the step or the cache does not fit a layer of sparse MLA."""
-    sparse = step.get(SparseMetadata)
+    sparse, kv_cache, num_hot = step.get(SparseMetadata), cache.latents, step.layout.dcp.kv_hot_tokens
+    if (cache.hot is None) != (num_hot is None):
+        found = "None" if cache.hot is None else "a HotSet"
+        raise ValueError(
+            f"kv_hot_tokens (--kv-hot-tokens) is {num_hot}, but cache.hot is {found}; plan the LatentCache with the "
+            "same layout"
+        )
     if sparse is None:
         raise ValueError(
             f"step has no sparse part, which a layer with config.indexer needs; call with_selection(step, {topk}) of "
