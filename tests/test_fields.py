@@ -42,7 +42,7 @@ def fits(config: Any, name: str, value: object) -> bool:
     """Whether a field may hold one of NONSENSE, by the field's kind."""
     current = getattr(config, name)
     if value is None:
-        return name in ("q_lora_rank", "llama_4_scaling", "indexer", "window", "kv_cache_scale")
+        return name in ("q_lora_rank", "llama_4_scaling", "indexer", "window", "kv_cache_scale", "kv_hot_tokens")
     if isinstance(current, bool):
         return isinstance(value, bool)
     if name == "num_gates":
@@ -52,7 +52,8 @@ def fits(config: Any, name: str, value: object) -> bool:
         return is_number and (0 < value < 1e38 or (name.endswith("norm_eps") and value == 0))
     if name in ("attention_backend", "prefill_backend"):
         return isinstance(value, str) and value != ""
-    return name == "context_workspace_tokens" and not isinstance(value, bool) and value in (10**12, 10**400)
+    is_large = not isinstance(value, bool) and value in (10**12, 10**400)
+    return is_large and name in ("context_workspace_tokens", "kv_hot_tokens")
 
 
 @pytest.mark.parametrize(

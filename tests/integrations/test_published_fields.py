@@ -49,7 +49,12 @@ NO_EFFECT_IN = {
     **{("kimi_k3", f"linear_{name}"): "linear_attn_config has it" for name in ("head_dim", "num_heads")},
     ("kimi_k3", "linear_conv_kernel_dim"): "linear_attn_config has it",
     ("mistral_large4_text", "no_rope_layer_interval"): "the saved file has no_rope_layers",
-    ("deepseek_v41", "num_nextn_predict_layers"): "drafts come from another module, which is refused",
+    ("deepseek_v41", "num_nextn_predict_layers"): "drafts come from the DSpark module",
+    **{
+        (family, f"dspark_{name}"): "of the DSpark module, which is read where it drafts"
+        for family in ("deepseek_v4", "deepseek_v41")
+        for name in ("n_routed_experts", "num_experts_per_tok")
+    },
     ("deepseek_v41", "compress_ratios"): "the MTP module's entry is free, others must agree with the lists of sources",
     ("dots3_note_text", "head_dim"): "17 has as many whole rotated columns as 16; other widths are refused",
     ("mistral4", "head_dim"): "17 has as many whole rotated columns as 16; other widths are refused",
