@@ -21,8 +21,8 @@ from dcpmla.cache.host_rows import host_tensor
 from dcpmla.cache.hot_set import HotSet, HotSizes
 from dcpmla.cache.latent import LatentCache
 from dcpmla.cache.layers import LayerCache
-from dcpmla.config import MLAConfig
 from dcpmla.indexer_config import IndexerConfig
+from tests.attention.test_compile import SMALL
 from tests.support.hopper import ptx_for_hopper
 from tests.support.kernels import on_both, run_kernels
 from tests.support.layouts import dcp_config
@@ -158,17 +158,8 @@ def test_sizes_hold_any_selection() -> None:
         assert sizes.max_tokens == max(199, num_rows // 2048)
 
 
-SPARSE = MLAConfig(
-    hidden_size=48,
-    num_heads=6,
-    q_lora_rank=24,
-    kv_lora_rank=16,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=8,
-    v_head_dim=4,
-    softmax_scale=0.25,
-    indexer=IndexerConfig(num_heads=8, head_dim=16, topk=TOPK, rope_interleaved=False),
-)
+INDEXER = IndexerConfig(num_heads=8, head_dim=16, topk=TOPK, rope_interleaved=False)
+SPARSE = replace(SMALL, indexer=INDEXER)
 
 
 def test_a_cache_has_latents_in_host_memory_and_empty_sets() -> None:
