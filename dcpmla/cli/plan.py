@@ -12,7 +12,7 @@ from dcpmla.bench.plots import check_outputs
 from dcpmla.cli.field_options import add_fields, reader, values_of
 from dcpmla.cli.options import add_model, format_list, positive, positive_list
 from dcpmla.cli.output import Section, write_json
-from dcpmla.cli.plan_hot import check_host_size, hot_section
+from dcpmla.cli.plan_hot import hot_section
 from dcpmla.cli.plan_prompts import PromptPlan
 from dcpmla.cli.plan_report import measured_report, plot, report
 from dcpmla.cli.plan_split import split_section
@@ -26,6 +26,7 @@ from dcpmla.integrations.model_size import read_model
 from dcpmla.integrations.speculation import check_speculation
 from dcpmla.planning.capacity import FORMATS
 from dcpmla.planning.deployment import Deployment
+from dcpmla.planning.hot import check_tiers
 from dcpmla.planning.machine import H200X8, Machine, change_machine, read_json
 from dcpmla.planning.measured import calibrate, predict_row, read_rows
 from dcpmla.planning.presets import PRESETS
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> None:
     inputs = [args.model, args.model / "config.json", *map(Path, args.machine.split(",")), *measured]
     check_outputs(args.json, args.plot, inputs)
     check_sizes(args.kv_offloading_size, args.kv_offloading_disk_size)
-    check_host_size(args.kv_hot_tokens, args.kv_offloading_size, args.kv_offloading_disk_size)
+    check_tiers(args.kv_hot_tokens, args.kv_offloading_size, kv_offloading_disk_size=args.kv_offloading_disk_size)
     model = load_model_size(args.model).with_expert_dtype(args.expert_dtype)
     machine = load_machine(args.machine, model)
     args.tensor_parallel_size = args.tensor_parallel_size or [machine.num_gpus]

@@ -3,22 +3,10 @@
 from dataclasses import asdict
 
 from dcpmla.cli.output import Section, align
-from dcpmla.fields import option_label
 from dcpmla.planning.deployment import Deployment
 from dcpmla.planning.hot import MISS_RATES, HotStep, hot_memory, hot_step, needed_hit_rate
 from dcpmla.planning.recommend import Plan
 from dcpmla.planning.words import ms
-
-
-def check_host_size(kv_hot_tokens: int | None, kv_offloading_size: float | None, disk_size: float | None) -> None:
-    """Raise ValueError for hot tokens without a size of host memory, or with disks."""
-    if kv_hot_tokens is None:
-        return
-    given = f"{option_label('kv_hot_tokens')} is {kv_hot_tokens}"
-    if kv_offloading_size is None:
-        raise ValueError(f"{given}, so all latents are in host memory; give {option_label('kv_offloading_size')}, too")
-    if disk_size is not None:
-        raise ValueError(f"{given}, and blocks reach no disk; leave {option_label('kv_offloading_disk_size')} out")
 
 
 def hot_section(plan: Plan, deployment: Deployment, batch: int, context: int, host_gib: float) -> Section:

@@ -1,4 +1,4 @@
-"""Lines on an engine that has started: its layout, its cache, and what was chosen and why (`start_lines`)."""
+"""Lines that describe an engine after its start: layout, cache, and each choice with its reason (`start_lines`)."""
 
 from collections.abc import Iterator
 from typing import Any

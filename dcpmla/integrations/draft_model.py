@@ -43,7 +43,7 @@ class TrainedDrafts(Protocol):
     module: Any
 
     def keep(self, num_tokens: int) -> None:
-        """Keep what it needs of the model's steps, of at most num_tokens tokens."""
+        """Keep the hidden states that the module needs of the model's steps, which have at most num_tokens tokens."""
 
     def profile(self, num_tokens: int) -> None:
         """Run dummy tokens without a cache (`ShardedModel.profile`). Collective over the TP group."""

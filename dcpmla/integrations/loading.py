@@ -21,7 +21,6 @@ from dcpmla.integrations.engine_maker import EngineMaker
 from dcpmla.integrations.engine_options import OWN_MODULES, EngineOptions
 from dcpmla.integrations.families.table import attention_of
 from dcpmla.integrations.offloading import (
-    check_hot_tokens,
     check_scales,
     host_bytes_of_rank,
     make_disk_tier,
@@ -35,6 +34,7 @@ from dcpmla.integrations.tier_speeds import measure, prefills
 from dcpmla.integrations.transformers import load_model
 from dcpmla.job.bootstrap import agree, check_equal_arguments
 from dcpmla.parallel.mesh import DCPMesh
+from dcpmla.planning.hot import check_tiers
 from dcpmla.runtime import compilations
 from dcpmla.runtime.costs import LoadCosts
 from dcpmla.runtime.engine import Engine
@@ -135,7 +135,7 @@ def _open(
         eagle3 = None if options.speculative_model is None else open_eagle3(options.speculative_model)
         check_speculation(files.config, dcp, options.speculative_method, eagle3, options.num_speculative_tokens)
         check_scales(dcp, options)
-        check_hot_tokens(dcp, options)
+        check_tiers(dcp.kv_hot_tokens, options.kv_offloading_size, kv_offloading_path=options.kv_offloading_path)
     digests = {f"{name} of the model's directory": digest for name, digest in files.digests.items()}
     check_equal_arguments(digests | ({} if eagle3 is None else {f"config.json of {LABEL}": eagle3.digest}))
     alignment = attention_of(files.config).chunk_alignment(dcp)

@@ -81,22 +81,6 @@ def host_bytes_of_rank(size: float, num_ranks: int, num_local_ranks: int) -> int
     return num_bytes
 
 
-def check_hot_tokens(dcp: DCPConfig, options: EngineOptions) -> None:
-    """Raise ValueError for latents in host memory without a size, or with files below."""
-    if dcp.kv_hot_tokens is None:
-        return
-    given = f"kv_hot_tokens (--kv-hot-tokens) is {dcp.kv_hot_tokens}"
-    if options.kv_offloading_size is None:
-        raise ValueError(
-            f"{given}, so all latents are in host memory; give its size, kv_offloading_size (--kv-offloading-size)"
-        )
-    if options.kv_offloading_path is not None:
-        raise ValueError(
-            f"{given}: latents stay in host memory, and their blocks reach no disk; leave kv_offloading_path "
-            "(--kv-offloading-path) out"
-        )
-
-
 def check_scales(dcp: DCPConfig, options: EngineOptions) -> None:
     """Raise ValueError if the scale of cached values is only known after the first prompt."""
     if options.kv_offloading_path is not None and dcp.calculate_kv_scales:

@@ -49,9 +49,9 @@ class MarkovHead(nn.Module):
 class DSpark(nn.Module):
     """Decoder layers that draft a block of tokens at once.
 
-    Their context is injected: for each token of the model, every layer's own projection writes a row of its window from
-    one and the same hidden state, a projection of the model's. A block is the last token and noise tokens; all of them
-    see the context's window and each other, and each drafts the token after its position.
+    Their context is injected. For each token that the model computes, `projection` makes one hidden state of the
+    model's, and every layer projects it to a row of its window. A block consists of the last token and noise tokens.
+    All of them see the context's window and each other, and each drafts the token after its position.
 
     Args:
         projection: [hidden, n hidden] of the model's hidden states side by side (main_proj), whole on each rank.

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from statistics import NormalDist
 
+from dcpmla.fields import option_label
 from dcpmla.planning.deployment import Deployment
 
 MISS_RATES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -43,6 +44,25 @@ class HotStep:
     bytes_per_rank: int
     fetch_us: float
     step_us: float
+
+
+def check_tiers(kv_hot_tokens: int | None, kv_offloading_size: float | None, **disk: object) -> None:
+    """Raise ValueError for latents in host memory without a size, or with files below.
+
+    Args:
+        disk: One option of files on disks, by its field's name; None for no files.
+    """
+    if kv_hot_tokens is None:
+        return
+    given = f"{option_label('kv_hot_tokens')} is {kv_hot_tokens}"
+    if kv_offloading_size is None:
+        size = option_label("kv_offloading_size")
+        raise ValueError(f"{given}, so all latents are in host memory; give its size, {size}")
+    for name, value in disk.items():
+        if value is not None:
+            raise ValueError(
+                f"{given}: latents stay in host memory, and blocks reach no disk; leave {option_label(name)} out"
+            )
 
 
 def hot_memory(deployment: Deployment, gpu_tokens: int, host_gib: float) -> HotMemory:

@@ -1,6 +1,4 @@
-"""Triton's compiler: what it compiles before an engine is ready, and a watch over what it compiles afterwards, because
-a kernel that is compiled while requests wait stalls them.
-"""
+"""Triton's compiler: compilations before an engine is ready, and a watch over later ones, which stall requests."""
 
 import hashlib
 import logging

@@ -18,6 +18,9 @@ from dcpmla.integrations.transfers import check_role
 from dcpmla.llm import LLM
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.sampling import SamplingParams
+from dcpmla.serving.loop import _totals
+from dcpmla.serving.messages import Report
+from dcpmla.serving.metrics import Metrics
 from tests.integrations.test_combinations import RowEngines, Served, check, save, words_of
 from tests.support.combinations import Row
 from tests.support.layouts import dcp_config
@@ -206,6 +209,14 @@ def test_host_memory_limits_the_blocks(tmp_path: Path) -> None:
         serve(engine, draw_prompts([100]))
         engine.hot_counts.totals()  # starts a copy
         counts = engine.hot_counts.totals()
+        metrics = Metrics()
+        metrics.state(Report([], 0, 0, 0, 0.0, {}))
+        metrics.state(Report([], 0, 0, 0, 0.0, _totals(engine)))
+    samples = [sample for each in metrics.registry.collect() for sample in each.samples]
+    rows = [sample for sample in samples if sample.name == "dcpmla_kv_hot_rows_total"]
+    exported = {(sample.labels["layer"], sample.labels["outcome"]): sample.value for sample in rows}
+    assert exported == counts
+    assert min(counts.values()) > 0
     assert counts.keys() == {(layer, name) for layer in "01" for name in ("hit", "miss")}
     for layer, cache in zip("01", engine.cache, strict=True):
         assert cache.hot is not None

@@ -1,7 +1,7 @@
 """Triton kernels of products with weights that have scales for groups of columns: e4m3 (MXFP8), and 4 bits.
 
-`parallel/group_linear.py` specifies them. Hopper's matrix units take no such scales. Values are dequantized to
-bfloat16: in registers for few rows, which read the weight's bytes once, and in memory for many.
+`parallel/group_linear.py` specifies them. Hopper's matrix units take no such scales, so values are dequantized to
+bfloat16. With few rows the kernel does so in registers; with many rows a whole weight is dequantized into memory first.
 """
 
 import torch

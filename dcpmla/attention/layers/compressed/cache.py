@@ -53,8 +53,8 @@ class CompressedPlan(CachePlan):
 
     @property
     def ring_rows(self) -> int:
-        """Rows of one request's window; the token at position p has row p % ring_rows. Drafts of a step, and those of a
-        block, overwrite no token that is still seen.
+        """Rows of one request's window; the token at position p has row p % ring_rows. There are enough rows for drafts
+        to overwrite no token that a later token sees.
         """
         num_rows = self.config.sliding_window + max(self.num_drafts, self.config.draft_block)
         return -(-num_rows // PAGE_ROWS) * PAGE_ROWS if self.dtype == torch.uint8 else num_rows

@@ -143,7 +143,7 @@ class GroupedAttention(nn.Module):
 
     def _touch_peak_memory(self, qkv: Tensor) -> None:
         """Allocate and free the memory of attention in the largest part of a step: gathered rows, queries alone,
-        results before and after the merge, and in float32 those of parts of keys.
+        results before and after the merge over ranks, and float32 results for parts of the keys.
         """
         num_rows = min(len(qkv), self._part_tokens) * qkv.shape[1] * self.dcp.decode_context_parallel_size
         torch.empty(6 * num_rows, self.config.head_dim, dtype=qkv.dtype, device=qkv.device)

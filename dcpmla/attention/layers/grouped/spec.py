@@ -25,7 +25,7 @@ class GroupedSpec(LayerSpec):
     config: GroupedConfig
 
     def check_layout(self, dcp: DCPConfig) -> None:
-        """Raise ValueError if heads do not divide by the TP size, or those of keys and values by the DCP groups."""
+        """Raise ValueError if heads do not divide by the TP size, or heads of keys and values by the DCP groups."""
         self.config.heads_per_rank(dcp.tensor_parallel_size)
         num_kv_heads = self.config.num_kv_heads
         num_groups = dcp.tensor_parallel_size // dcp.decode_context_parallel_size

@@ -164,9 +164,8 @@ def grouped_attention(call: GroupedCall) -> tuple[Tensor, Tensor]:
 
 
 def _tile_tokens(num_tokens: int, num_reqs: int, group: int) -> int:
-    """Return the tokens of a tile: about those of a request, in few sizes, because a kernel is compiled for each.
-
-    In steps with prompts most rows of a table may be padding, so a mean would say nothing.
+    """Return the number of tokens of a tile, about as many as a request has. There are few sizes, because a kernel is
+    compiled for each. In steps with prompts most rows of the block table may be padding, so no mean is taken.
     """
     most = max(1, _TILE_ROWS // group)
     mean = num_tokens if num_tokens > _MOST_DECODES else num_tokens // max(1, num_reqs)
