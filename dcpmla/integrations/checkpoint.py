@@ -33,6 +33,8 @@ class Checkpoint:
         rename: Function from a tensor's name in the files to its name here.
         is_used: Function from a tensor's name here to whether the model uses it. Shards that hold no such tensor,
             by the index, are not opened.
+        takes_fp8: Function from a module's name here to whether its integers in 4 bits may multiply rows in e4m3
+            (`dcpmla.hf_quantization.fp8_rows_of`).
     Attributes:
         names: Names of all tensors, also in absent shards, without shards that are not opened.
     Raises:
@@ -45,8 +47,9 @@ class Checkpoint:
         scale_blocks: tuple[tuple[int, int], ...] = ((128, 128),),
         rename: Callable[[str], str] = lambda name: name,
         is_used: Callable[[str], bool] = lambda name: True,
+        takes_fp8: Callable[[str], bool] = lambda module: False,
     ) -> None:
-        self._scale_blocks = scale_blocks
+        self._scale_blocks, self._takes_fp8 = scale_blocks, takes_fp8
         index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
         has_index = index.is_file()
         shards = _read_index(index) if has_index else {}
@@ -116,7 +119,7 @@ class Checkpoint:
         if "scales" not in parts:
             check_has_values(name, parts["codes"])
             return parts["codes"]
-        return quantized_matrix(name, parts, self._scale_blocks)
+        return quantized_matrix(name, parts, self._scale_blocks, self._takes_fp8(name.removesuffix(".weight")))
 
 
 class _AbsentTensor:

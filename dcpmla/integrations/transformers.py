@@ -16,7 +16,7 @@ from dcpmla.attention.placement import Placement
 from dcpmla.comm.reduce import select_reduce
 from dcpmla.comm.select import ChosenExchange
 from dcpmla.config import DCPConfig
-from dcpmla.hf_quantization import scale_blocks
+from dcpmla.hf_quantization import fp8_rows_of, scale_blocks
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.config_checks import check_generation_config
 from dcpmla.integrations.dummy import dummy_weights
@@ -81,8 +81,9 @@ def load_model(
         weights = dummy_weights(shapes, model.config, dtype, device)
     else:
         used, rename = {part_of(name) for name in shapes}, partial(family.module_name, num_layers=num_layers)
-        blocks = scale_blocks(getattr(model.config, "quantization_config", None))
-        checkpoint = Checkpoint(directory, blocks, rename, lambda name: part_of(name) in used)
+        quantization = getattr(model.config, "quantization_config", None)
+        blocks, takes_fp8 = scale_blocks(quantization), fp8_rows_of(quantization)
+        checkpoint = Checkpoint(directory, blocks, rename, lambda name: part_of(name) in used, takes_fp8)
         check_shapes(model, checkpoint, family.routing, mtp_shapes)
         dtype, weights = dtype or _in_range(config.dtype or checkpoint.dtype), checkpoint.weights("")
     if enable_expert_parallel and not any(hasattr(module, "experts") for module in model.modules()):

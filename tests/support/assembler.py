@@ -1,6 +1,6 @@
 """Assembler in Triton's interpreter, which refuses it: the instructions of packed weights, on NumPy's arrays.
 
-Source: NVIDIA's PTX ISA. `lop3`'s table 0xEA is (a & b) | c.
+Source: NVIDIA's PTX ISA.
 """
 
 import re
@@ -30,8 +30,11 @@ def _permute(a: Any, b: Any, selector: Any) -> Any:
 
 
 def _logic(a: Any, b: Any, c: Any, table: Any) -> Any:
-    assert int(table[0]) == 0xEA
-    return (a & b) | c
+    result = np.zeros_like(a)
+    for bits in range(8):  # of a, b and c
+        if int(table[0]) >> bits & 1:
+            result |= (a if bits & 4 else ~a) & (b if bits & 2 else ~b) & (c if bits & 1 else ~c)
+    return result
 
 
 _INSTRUCTIONS = {
@@ -41,6 +44,8 @@ _INSTRUCTIONS = {
     "shl.b32": lambda a, b: a << b,
     "and.b32": lambda a, b: a & b,
     "mov.b32": lambda a: a,
+    "add.u32": lambda a, b: a + b,
+    "mul.lo.u32": lambda a, b: a * b,
     "mul.rn.bf16x2": lambda a, b: _bfloat16(_halves(a) * _halves(b)),
     "sub.rn.bf16x2": lambda a, b: _bfloat16(_halves(a) - _halves(b)),
 }
@@ -73,7 +78,10 @@ def interpret_assembler() -> None:
             inputs += [np.ascontiguousarray(words[:, number]) for number in range(words.shape[1])]
         outputs = run(text, inputs, constraints.count("="))
         each = len(outputs) // len(types)
-        results = [np.stack(outputs[each * at : each * (at + 1)], 1).view(np.uint16) for at in range(len(types))]
+        results = [
+            np.stack(outputs[each * at : each * (at + 1)], 1).view(f"u{kind.scalar.primitive_bitwidth // 8}")
+            for at, kind in enumerate(types)
+        ]
         handles = [
             interpreter.TensorHandle(result.reshape(shape), kind.scalar)
             for result, kind in zip(results, types, strict=True)

@@ -41,6 +41,40 @@ _ZEROED = _assembler("""
 """)
 
 
+def _fp8_assembler() -> tl.constexpr:
+    """Return code that converts four bytes, $2, of codes without zero points to e4m3: $0 has the lower halves, $1 the
+    upper ones.
+
+    A byte from 0 to 8 is as many times 2^-9 in e4m3, and the upper bit is the sign. A code of 8 and more is its number
+    and 8; of a smaller one, inverting the three lower bits and adding 1 gives the size of its number.
+    """
+    lines = [".reg .b32 below, flips;"]
+    for result, shift in ((0, 0), (1, 4)):
+        lines += [
+            f"shr.b32 below, $2, {shift + 3};",
+            "lop3.b32 below, below, 0x01010101, 0x01010101, 0x6A;",
+            "mul.lo.u32 flips, below, 0x87;",
+            f"shr.b32 ${result}, $2, {shift};",
+            f"lop3.b32 ${result}, ${result}, 0x07070707, flips, 0x6A;",
+            f"add.u32 ${result}, ${result}, below;",
+        ]
+    return tl.constexpr("{" + "\n".join(lines) + "}")
+
+
+_FP8 = _fp8_assembler()
+FP8_UNIT = tl.constexpr(2.0**9)  # the number whose value `to_fp8` returns as 1
+
+
+@triton.jit
+def to_fp8(codes):
+    """Return the numbers of packed codes uint8 [N, K / 2], integers without zero points, in units of 1 / FP8_UNIT: e4m3
+    [N, K / 2] of the lower halves, and of the upper.
+    """
+    return tl.inline_asm_elementwise(
+        _FP8, "=&r,=&r,r", [codes], (tl.float8e4nv, tl.float8e4nv), is_pure=True, pack=4
+    )
+
+
 @triton.jit
 def dequantize(codes, scales, zeros):
     """Return the values of packed codes uint8 [N, K / 2]: bfloat16 [N, K / 2] of the lower halves, and of the upper.
