@@ -3,9 +3,11 @@ how the runtime cuts its parameters and which stay quantized.
 """
 
 import copy
+import logging
 import re
 from collections import Counter
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from dcpmla.parallel.formats import BLOCK, FORMATS, FP8, MXFP8, W4AFP8, Format
 from dcpmla.planning.parameter import Parameter
 from dcpmla.planning.weights import ModelSize
 
+_logger = logging.getLogger(__name__)
 _STYLES = {  # the last word of a module's name -> the features that ranks divide
     **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "sinks", "o_a_proj", "lm_head", "markov_w2"), "column"),
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "column"),
@@ -71,6 +74,23 @@ def read_model(config: Any, with_mtp: bool = False, eagle3: Eagle3Files | None =
         experts_per_token=getattr(config, "num_experts_per_tok", 0) or 0,
         parameters=parameters,
     )
+
+
+def warn_of_cuts(model: nn.Module, dtype: torch.dtype, tensor_parallel_size: int, expert_parallel: bool) -> None:
+    """Log which quantized weights of a model without memory the ranks hold in dtype, because cuts run through their
+    blocks or groups.
+    """
+    layout = tensor_parallel_size, expert_parallel
+    apart = [each for each in _group(model, model.config) if each.is_cut_apart(*layout)]
+    if apart:
+        num_values = sum(each.count * prod(each.shard_shape(*layout)) for each in apart)
+        _logger.warning(
+            "tensor_parallel_size (-tp) %d cuts through blocks or groups of quantized weights (%s): a rank holds them "
+            "dequantized, in %s bytes; experts stay as they are stored with --enable-expert-parallel",
+            tensor_parallel_size,
+            ", ".join(sorted(each.name for each in apart)),
+            f"{num_values * dtype.itemsize:,}",
+        )
 
 
 def _group(model: nn.Module, config: Any) -> tuple[Parameter, ...]:

@@ -23,6 +23,7 @@ from dcpmla.integrations.dummy import dummy_weights
 from dcpmla.integrations.eagle3 import Eagle3Files
 from dcpmla.integrations.eagle3_loading import load_eagle3
 from dcpmla.integrations.families.table import family_of
+from dcpmla.integrations.model_size import warn_of_cuts
 from dcpmla.integrations.parts import Parts
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.skeleton import build_skeleton, check_shapes, part_of, published_shapes
@@ -110,6 +111,8 @@ def load_model(
         prepare = partial(attention.prepare, rotary=loaded.angles, dtype=dtype, layers=own_layers)
         loaded.drafts = family.load_drafts(parts, mtp_block, decoder, loaded.head, prepare)
     parts.warn_of_missing_scales()
+    if mesh.tp_rank == 0:
+        warn_of_cuts(model, dtype, mesh.tp_size, formats[0])
     if eagle3 is not None:
         loaded.drafts = load_eagle3(eagle3, loaded, reduce, load_format)
     if dcp.deterministic:

@@ -208,9 +208,11 @@ def check_packed_kernels(device: str, kinds: tuple[str, ...], nums_tokens: tuple
     for kind, num_tokens in itertools.product(kinds, nums_tokens):
         case = make_case(kind, num_tokens, 5, 3, 384, 128, torch.float32, seed=num_tokens)
         out = compute_by_kernels(*case[:3], *case[3], SWIGLU)
-        # Kernels round scales in float16 to bfloat16 first.
-        wanted = brute_force(*case, SWIGLU, *kernel_formats(kind, case))
-        assert_near(out, wanted, 4e-3 if "zeros" in kind else TOLERANCE[torch.float32])
+        in_fp8, value_dtype = kernel_formats(kind, case)
+        wanted = brute_force(*case, SWIGLU, in_fp8, value_dtype)
+        # Kernels round scales in float16 to bfloat16 first. The last bits of h move a few of its codes in e4m3.
+        tolerance = 4e-3 if "zeros" in kind else 1e-3 if in_fp8 else TOLERANCE[torch.float32]
+        assert_near(out, wanted, tolerance)
 
 
 def test_packed_kernels_in_the_interpreter() -> None:
@@ -218,7 +220,7 @@ def test_packed_kernels_in_the_interpreter() -> None:
 
 
 def test_integers_by_rows_in_e4m3_in_the_interpreter() -> None:
-    """Of 110 tokens each expert has 66 rows on average."""
+    """Of 110 tokens each expert has 66 rows on average; rows that are not quantized differ by a twentieth."""
     run_kernels("cpu", partial(check_packed_kernels, kinds=("w4afp8",), nums_tokens=(1, 21, 110)))
 
 

@@ -99,7 +99,7 @@ def packed_product_kernel(
         w = tl.join(low, high).permute(0, 2, 1).reshape(N, DEPTH).to(x.dtype)
         if IN_FP8:  # a step is a group
             x_scales_at = source * x_scales_stride_row + at * x_scales_stride_block
-            # Summed over one column, they are loaded once; Triton 3.6 loads a vector by all threads that multiply by it.
+            # A sum over one column: Triton 3.6 would load a vector by each thread that multiplies by its numbers.
             x_scales = tl.sum(tl.load(x_scales_ptr + x_scales_at[:, None], mask=is_row[:, None], other=0.0), 1)
             acc = tl.fma(_finish(tl.dot(w, x.T)), scales * FP8_UNIT * x_scales[None, :], acc)
         elif factors_ptr is None or not SUMS:

@@ -70,9 +70,7 @@ def to_fp8(codes):
     """Return the numbers of packed codes uint8 [N, K / 2], integers without zero points, in units of 1 / FP8_UNIT: e4m3
     [N, K / 2] of the lower halves, and of the upper.
     """
-    return tl.inline_asm_elementwise(
-        _FP8, "=&r,=&r,r", [codes], (tl.float8e4nv, tl.float8e4nv), is_pure=True, pack=4
-    )
+    return tl.inline_asm_elementwise(_FP8, "=&r,=&r,r", [codes], (tl.float8e4nv, tl.float8e4nv), is_pure=True, pack=4)
 
 
 @triton.jit
