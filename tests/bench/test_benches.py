@@ -208,8 +208,8 @@ def scaled(result: Any) -> Any:
         (f"{PREFILL} --topk 20", "prefill:PrefillInputs.call", lambda call: call._replace(mask=None), "error", 2),
         (f"{SPARSE} --batch 2 -dcp 1 --heads 3", "sparse:SelectionInputs.score", torch.neg, "different", 2),
         ("output --heads 2 --tokens 3", "output:OutputInputs.fused", lambda r: r.view(torch.uint8) ^ 1, "different", 5),
-        (f"{EXPERTS} --tokens 5", "experts:ExpertsInputs.ours", scaled, "error", 7),
-        (f"{LINEARS} --tokens 5", "linears:LinearInputs.ours", scaled, "error", 7),
+        (f"{EXPERTS} --tokens 5", "experts:ExpertsInputs.ours", scaled, "error", 8),
+        (f"{LINEARS} --tokens 5", "linears:LinearInputs.ours", scaled, "error", 8),
         ("reduce --tokens 3 --row-width 64", "exchange_inputs:AddNorm.run", scaled, "error", 1),
     ],
 )

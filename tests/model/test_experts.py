@@ -216,7 +216,7 @@ def check_packed_kernels(device: str, kinds: tuple[str, ...], nums_tokens: tuple
 
 
 def test_packed_kernels_in_the_interpreter() -> None:
-    run_kernels("cpu", partial(check_packed_kernels, kinds=("fp4", "nvfp4", "int4", "int4_128_zeros")))
+    run_kernels("cpu", partial(check_packed_kernels, kinds=("nvfp4", "fp4", "int4", "int4_128_zeros")))
 
 
 def test_integers_by_rows_in_e4m3_in_the_interpreter() -> None:
