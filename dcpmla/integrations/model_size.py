@@ -84,12 +84,16 @@ def warn_of_cuts(model: nn.Module, dtype: torch.dtype, tensor_parallel_size: int
     apart = [each for each in _group(model, model.config) if each.is_cut_apart(*layout)]
     if apart:
         num_values = sum(each.count * prod(each.shard_shape(*layout)) for each in apart)
+        keeps_experts = any(each.is_expert for each in apart) and not expert_parallel
         _logger.warning(
             "tensor_parallel_size (-tp) %d cuts through blocks or groups of quantized weights (%s): a rank holds them "
-            "dequantized, in %s bytes; experts stay as they are stored with --enable-expert-parallel",
+            "dequantized, in %s bytes; %s",
             tensor_parallel_size,
-            ", ".join(sorted(each.name for each in apart)),
+            ", ".join(sorted({each.name for each in apart})),
             f"{num_values * dtype.itemsize:,}",
+            "--enable-expert-parallel keeps experts whole"
+            if keeps_experts
+            else "a smaller -tp may keep them as stored",
         )
 
 

@@ -154,7 +154,15 @@ def test_the_product_of_integers_by_rows_in_e4m3_compiles(gated: bool) -> None:
 
 @pytest.mark.parametrize(
     ("weights", "gated"),
-    [("bf16", True), ("fp8e4nv", True), ("fp8e4nv", False), ("fp4", True), ("int4", False), ("zeros", True)],
+    [
+        ("bf16", True),
+        ("fp8e4nv", True),
+        ("fp8e4nv", False),
+        ("fp4", True),
+        ("int4", False),
+        ("zeros", True),
+        ("w4afp8", True),  # beside a down projection in smaller groups
+    ],
 )
 def test_the_product_of_many_rows_compiles(weights: str, gated: bool) -> None:
     ptx, said = compile_product_of_many_rows(weights, gated, enable_fp_fusion=True)
@@ -173,7 +181,7 @@ def compile_product_of_many_rows(weights: str, gated: bool, enable_fp_fusion: bo
 
     from dcpmla.model.hopper.product import grouped_product_kernel
 
-    is_packed, is_fp8 = weights in ("fp4", "int4", "zeros"), weights == "fp8e4nv"
+    is_packed, is_fp8 = weights in ("fp4", "int4", "zeros", "w4afp8"), weights == "fp8e4nv"
     dtype, width, swizzle = ("i32", 8, 32) if is_packed else (weights, 128 if is_fp8 else 64, 128)
     bits = 8 * swizzle // width
     layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=2)
@@ -190,7 +198,8 @@ def compile_product_of_many_rows(weights: str, gated: bool, enable_fp_fusion: bo
         "out_ptr": "*fp8e4nv" if is_fp8 and gated else "*bf16",
         "out_scales_ptr": "*fp32",
     }
-    constants: dict[str, Any] = {"GATED": gated, "DTYPE": gl.bfloat16, "SCALE_STEPS": 2 if weights == "zeros" else 1}
+    constants: dict[str, Any] = {"GATED": gated, "DTYPE": gl.bfloat16, "SCALE_STEPS": 1}
+    constants |= {"SCALE_STEPS": 2} if weights in ("zeros", "w4afp8") else {}
     constants |= {} if weights == "zeros" else {"w_zeros_ptr": None}
     constants |= constants_of(weights, gated)
     constants |= {"x_scales_stride_row": 1} if is_fp8 else {"x_scales_ptr": None}
