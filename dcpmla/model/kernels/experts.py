@@ -17,6 +17,7 @@ from dcpmla.model.kernels.grouped import grouped_product_kernel
 from dcpmla.model.kernels.packed import packed_product_kernel
 from dcpmla.parallel.formats import AnyWeight, Quantized
 from dcpmla.parallel.fp8 import quantize_rows
+from dcpmla.parallel.kernels.packed import by_halves
 from dcpmla.parallel.quantized import QuantizedRows, fields, pack
 
 
@@ -104,7 +105,7 @@ def compute_experts(call: RoutedRows) -> Tensor:
     _, gate_up_tile, down_tile = _widen(tiling) if is_deterministic else tiling
 
     h = x.new_empty(num_routes, width)
-    source = _by_halves(x) if kind == torch.uint8 else x if quantized is None else quantized
+    source = by_halves(x) if kind == torch.uint8 else x if quantized is None else quantized
     _multiply(source, gate_up, h, gate_up_tile, experts, routes, top_k, fuses, expert_weights, glu)
     rows = call.new_result()
     _multiply(h, down, rows, down_tile, experts, routes, top_k, fuses)
@@ -175,8 +176,3 @@ def _multiply(
         weights = describe(codes, [1, 1 + tile.is_stacked, tile.columns, depth])
         strides = (0, 0) if x_scales is None else x_scales.stride()
         grouped_product_kernel[grid](x, x_scales, *strides, weights, scales, *routing, GATED=is_gated, **options)
-
-
-def _by_halves(x: Tensor) -> Tensor:
-    """Return rows in the column order of 4-bit products: the even columns first, then the odd ones."""
-    return x.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)

@@ -89,8 +89,8 @@ def packed_product_kernel(
         k = at * HALF + column % HALF
         x_ptrs = x_ptr + source.to(tl.int64)[:, None] * K + (k + column // HALF * (K // 2))[None, :]
         x = tl.load(x_ptrs, mask=is_row[:, None] & (k < K // 2)[None, :], other=0.0)
-        low, high = dequantize(codes, scales, zeros)
-        w = tl.join(low, high).permute(0, 2, 1).reshape(N, DEPTH).to(x.dtype)
+        low, high = dequantize(codes, scales, zeros, x.dtype)
+        w = tl.join(low, high).permute(0, 2, 1).reshape(N, DEPTH)
         if factors_ptr is None or not SUMS:
             acc = _finish(tl.dot(w, x.T, acc, input_precision="ieee"))
         else:  # a sum has several experts, each with factors of its own
