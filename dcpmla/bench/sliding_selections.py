@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dcpmla.attention.select.indexer import Indexer
@@ -130,7 +131,7 @@ def sliding_step_times(
         dcp: Layout of that cache.
         hit_rate: Share of the selected rows that was selected in the step before.
     Returns:
-        Fields of a row; with latents in host memory also `counted_hit_rate`, the least of all ranks by the counts of
+        Fields of a row; with latents in host memory also `counted_hit_rate`, of all ranks together by the counts of
         the timed steps, `fetched_bytes`, of all layers in a step on the rank with most, and `num_hot_rows`.
     """
     tables = torch.tensor(block_tables(cache.sizes, batch, context), dtype=torch.int32, device=model.device)
@@ -147,10 +148,10 @@ def sliding_step_times(
         times = step_times(model, cache, dcp, mesh, batch, context)
     if hot is None or counts is None:
         return times
-    _, num_hits, num_misses, _ = (counts - before).cpu().unbind(1)
-    num_found = num_hits + num_misses
-    miss_rate = largest(float(num_misses.sum() / num_found.sum()), model.device)
-    num_fetched = float((num_misses / num_found).sum() * selections.num_slots.sum(1).double().mean())
+    _, num_hits, num_misses, _ = (counts - before).unbind(1)
+    totals = torch.stack([num_hits.sum(), num_misses.sum()])
+    dist.all_reduce(totals)
+    num_fetched = float((num_misses / (num_hits + num_misses)).sum() * selections.num_slots.sum(1).double().mean())
     fetched_bytes = largest(num_fetched * hot.pool.shape[-1] * hot.pool.itemsize, model.device)
-    counted = {"counted_hit_rate": round(1 - miss_rate, 4), "fetched_bytes": round(fetched_bytes)}
-    return {"num_hot_rows": len(hot.slot_of), **counted, **times}
+    counted = {"counted_hit_rate": round(float(totals[0] / totals.sum()), 4), "fetched_bytes": round(fetched_bytes)}
+    return counted | {"num_hot_rows": len(hot.slot_of)} | times
