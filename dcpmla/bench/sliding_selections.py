@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dcpmla.attention.select.candidates import pack_candidates
 from dcpmla.attention.select.indexer import Indexer
-from dcpmla.attention.select.slots import SlotLayout, find_slots
+from dcpmla.attention.select.slots import SlotLayout
 from dcpmla.attention.select.step import SelectedTokens, SparseMetadata
+from dcpmla.attention.select.topk import choose_tokens
 from dcpmla.attention.step.metadata import StepMetadata
 from dcpmla.bench.results import Row
 from dcpmla.bench.step_times import block_tables, step_times
@@ -52,17 +54,19 @@ class SlidingSelections:
         num_new = round(topk * (1 - hit_rate))
         generator = torch.Generator().manual_seed(0)  # so that all ranks draw the same
         order = torch.stack([torch.randperm(context - 1, generator=generator) for _ in range(num_tokens)])
-        kept, rest = order.int().to(device).tensor_split((topk - num_new,), 1)
+        kept, rest = order.to(device).tensor_split((topk - num_new,), 1)
         num_selections = min(_MAX_SELECTIONS, rest.shape[1] // num_new) if num_new else 1
         new: dict[str, Any] = {"dtype": torch.int32, "device": device}
         self.slots = torch.empty(num_selections, num_tokens, topk, **new)
         self.num_slots = torch.empty(num_selections, num_tokens, **new)
-        for number in range(num_selections):
-            positions = torch.cat([kept, rest[:, number * num_new : (number + 1) * num_new]], 1)
-            find_slots(layout, SelectedTokens(positions, self.slots[number], self.num_slots[number]))
-        self._number = torch.zeros(1, dtype=torch.int64, device=device)
         # Attention reads one, and indexers write the other, which nothing reads.
         self._read, self._written = (SelectedTokens.empty(num_tokens, topk, device) for _ in range(2))
+        for number in range(num_selections):
+            positions = torch.cat([kept, rest[:, number * num_new : (number + 1) * num_new]], 1)
+            candidates = pack_candidates(torch.zeros(1, device=device), positions)
+            selection = self._written._replace(slots=self.slots[number], num_slots=self.num_slots[number])
+            choose_tokens(candidates, layout, selection)  # of as many candidates as are chosen
+        self._number = torch.zeros(1, dtype=torch.int64, device=device)
 
     @contextmanager
     def replacing(self, decoder: nn.Module) -> Iterator[None]:
