@@ -324,7 +324,7 @@ def test_rows_on_a_gpu(dtype: torch.dtype) -> None:
         x, weight = drawn(300, width, dtype=dtype, device="cuda"), drawn(num_rows, width, dtype=dtype, device="cuda")
         assert_rows_apart(lambda x: fixed_linear(x, weight, x.dtype), x)  # noqa: B023
         codes, arrivals = blocks(num_rows, width, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
-        assert_rows_apart(lambda x: fp8_linear(Fp8Product(x, None, *codes, arrivals, x.dtype, True)), x)  # noqa: B023
+        assert_rows_apart(lambda x: fp8_linear(Fp8Product(x, None, *codes[:2], arrivals, x.dtype, True)), x)  # noqa: B023
     check_layers("cuda", dtype)
     check_heads("cuda", dtype)
 

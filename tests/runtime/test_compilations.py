@@ -46,13 +46,16 @@ class Compiler:
         self.keys: dict[int, str | None] = {}
         patch.setattr(JITFunction, "run", lambda kernel, *args, **options: self._run(kernel, *args, **options))
 
-    def launch(self, number: int) -> None:
-        JITFunction.run(Kernel(number), "argument", grid=(1,), warmup=False)
+    def launch(self, number: int, function: Any = Any) -> None:
+        kernel = Kernel(number)
+        kernel.fn = function
+        JITFunction.run(kernel, "argument", grid=(1,), warmup=False)
 
     def _run(self, kernel: Kernel, argument: str, grid: Any, warmup: bool) -> Any:
         assert argument == "argument"
         self.keys[kernel] = kernel.hash
         if not warmup:
+            assert active_mode.get() is None, "a thread would compile it later"
             self.launched.append(kernel)
         elif kernel not in self._asked:
             mode = active_mode.get()
@@ -90,6 +93,21 @@ def test_a_rehearsal_compiles_a_share_of_the_kernels_before_ranks_meet(
     assert compiler.keys[7] is None, "it is first launched later, and keeps Triton's key"
     assert "new_empty" not in vars(torch.Tensor)
     assert torch.empty is not torch.zeros
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_numbers_of_a_step_are_written(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every rank: operations compute indices from them."""
+    from dcpmla.attention.step.kernels import layout_kernel
+
+    compiler = Compiler(monkeypatch)
+    with compilations.rehearsal(rank, 2, lambda: None):
+        compiler.launch(0)
+        compiler.launch(1, layout_kernel.fn)
+        assert compiler.launched == [1]
+        compiler.launch(2)
+    assert compiler.launched == [1]
+    assert sorted(compiler.compiled) == [0, 2]
 
 
 def test_a_kernel_that_does_not_compile_fails_where_it_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,8 @@ def sum_kernel(rows_ptr, ids_ptr, out_ptr, num_ids, WIDTH: tl.constexpr, TERMS: 
     """Add the terms of a row; one program per (row, tile of columns)."""
     row = tl.program_id(0).to(tl.int64) + tl.zeros([1], tl.int64)
     column = tl.program_id(1) * _COLUMNS + tl.arange(0, _COLUMNS)
-    at, mask, type = row * WIDTH + column, column < WIDTH, out_ptr.dtype.element_ty
+    at, mask = row * WIDTH + column, column < WIDTH
+    type: tl.constexpr = out_ptr.dtype.element_ty
     total = load_sum(rows_ptr, ids_ptr, num_ids, row, at, mask, type, WIDTH, TERMS)
     tl.store(out_ptr + at, total.to(type), mask=mask)
 
