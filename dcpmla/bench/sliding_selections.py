@@ -2,7 +2,7 @@
 would select.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ from dcpmla.bench.results import Row
 from dcpmla.bench.step_times import block_tables, step_times
 from dcpmla.bench.timing import largest
 from dcpmla.cache.hot import fetch_hot_rows
-from dcpmla.cache.layers import Cache
+from dcpmla.cache.layers import Cache, LayerCache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.parallel.mesh import DCPMesh
@@ -95,15 +95,16 @@ class SlidingSelections:
             for hook in hooks:
                 hook.remove()
 
-    def settle(self, cache: Cache, num_used: int) -> None:
+    def settle(self, layers: Iterable[LayerCache], num_used: int) -> None:
         """Fill each layer's hot set as it is after many steps: with rows of other requests, as far as the cache has
         some, and with the rows of the first selection.
 
         Args:
-            num_used: Number of the cache's slots, the first ones, that belong to the requests.
+            layers: Caches of layers whose latents are in host memory.
+            num_used: Number of a cache's slots, the first ones, that belong to the requests.
         """
         topk = self.slots.shape[2]
-        for layer in cache:
+        for layer in layers:
             hot = layer.hot
             assert hot is not None
             for memory in (hot.row_of, hot.slot_of, hot.last_used):

@@ -18,7 +18,9 @@ from dcpmla.attention.step.table import StepRequests
 from dcpmla.bench import step_times
 from dcpmla.bench.sliding_selections import SlidingSelections, sliding_step_times
 from dcpmla.cache.formats import row_width
-from dcpmla.cache.layers import Cache
+from dcpmla.cache.hot import fetch_hot_rows
+from dcpmla.cache.hot_set import HotSet, HotSizes
+from dcpmla.cache.layers import Cache, LayerCache
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.ownership import Owner
@@ -29,7 +31,7 @@ from tests.support.models import save_tiny
 from tests.support.ranks import run_ranks
 
 TOPK, BLOCK = 24, 8
-RATES = 1.0, 0.75, 0.0
+RATES = 1.0, 0.75, 0.75, 0.0
 TINY = f"generate --input-len 9 --output-len 6 --block-size {BLOCK} --kv-offloading-size 0.01"
 
 
@@ -86,6 +88,24 @@ def test_selections_slide(num_ranks: int, interleave: int, hit_rate: float) -> N
     assert found[0][0] != found[0][1]
 
 
+def test_settled_sets_are_full() -> None:
+    """Of rows of other requests and of the first selection, whatever they had."""
+    sizes, num_used = HotSizes(2, 90, TOPK, 6, torch.float32), 2 * 10 * BLOCK
+    sets = HotSet.of(sizes, [torch.zeros(shape, dtype=dtype) for shape, dtype in sizes.tensors(num_used + 200)])
+    layers = [LayerCache(torch.randn(num_used // BLOCK + 25, BLOCK, 6), hot=hot) for hot in sets]
+    layout = SlotLayout(torch.arange(20).view(2, 10).int(), torch.arange(2).int(), BLOCK, Owner())
+    selections = SlidingSelections(layout, 80, TOPK, 0.5)
+    first = set(selections.slots[0].flatten().tolist())
+    for each in sets:
+        fetch_hot_rows(each, layers[0].latents, torch.arange(30, 42).int()[None], torch.tensor([12]).int())
+    selections.settle(layers, num_used)
+    for each in sets:
+        slots = set((each.slot_of[each.slot_of > 0] - 1).tolist())
+        assert first < slots
+        assert all(slot >= num_used for slot in slots - first)
+        assert len(slots) == sizes.num_rows
+
+
 # ---- whole models
 
 
@@ -96,8 +116,7 @@ def caches_of(model: ShardedModel, dcp: DCPConfig, context: int, batch: int) -> 
 def check_rates(directory: Path, dcp: DCPConfig, device_type: str) -> list[dict[str, float]]:
     """On one rank: time steps at several rates over one cache; return the fields of counts at each."""
     model, mesh = open_model_on(directory, dcp, False, device_type)
-    # A request more than decodes: the set begins with rows of its blocks.
-    cache, rows = caches_of(model, dcp, 200, 3), []
+    cache, rows = caches_of(model, dcp, 200, 2), []
     with patch.object(step_times, "_SECONDS", 0.01):
         for hit_rate in RATES:
             times = sliding_step_times(model, cache, dcp, mesh, 2, 200, hit_rate)
@@ -120,7 +139,7 @@ CASES = [
 @pytest.mark.parametrize(("dcp", "device"), CASES)
 def test_rates_are_as_asked(dcp: DCPConfig, device: str, sparse_model: Path) -> None:
     """At each rate after another; bytes that a rank fetches fall with the number of ranks that share a cache."""
-    num_hot, num_layers, row_bytes = 120, 2, 4 * row_width(torch.float32, 16, 8)
+    num_hot, num_layers, row_bytes = 300, 2, 4 * row_width(torch.float32, 16, 8)
     hot = replace(dcp, kv_hot_tokens=num_hot, block_size=BLOCK)
     size = dcp.decode_context_parallel_size
     for rows in run_ranks(dcp.tensor_parallel_size, check_rates, sparse_model, hot, device, device=device):
