@@ -28,7 +28,7 @@ from dcpmla.fields import number
 from dcpmla.integrations.families.table import attention_of
 from dcpmla.integrations.open_model import check_layout, open_model
 from dcpmla.integrations.sharded_model import ShardedModel
-from dcpmla.job.bootstrap import Ranks
+from dcpmla.job.bootstrap import Ranks, agree
 from dcpmla.job.join import Job
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
 from dcpmla.runtime.drafts import Drafter
@@ -118,7 +118,8 @@ class Generate(Benchmark[Batch, None]):
         needed, room = max(args.batch) * -(-seq_len // block_tokens), self.engine.cache.sizes.num_blocks
         if needed > room:  # requests that wait for blocks would make a smaller batch of it
             self.close()
-            hint = "lower --batch, --input-len, --output-len or --context, or raise --kv-cache-memory-bytes"
+            memory = "--kv-cache-memory-bytes" if args.kv_hot_tokens is None else "--kv-offloading-size"
+            hint = f"lower --batch, --input-len, --output-len or --context, or raise {memory}"
             sizes = f"cache: {max(args.batch)} requests need {needed:,} blocks, but there is room for {room:,}"
             raise ValueError(f"{sizes}; {hint}")
         # The same model attends to all latents on the GPU, as the baseline of forced hits.
@@ -126,7 +127,8 @@ class Generate(Benchmark[Batch, None]):
         caches = [self.engine.cache]
         if args.hit_rates:
             plan = model.attention.plan_cache(self.plain_dcp, [max(args.context)] * max(args.batch), model.dtype)
-            caches.append(plan.allocate(model.device))
+            with agree():
+                caches.append(plan.allocate(model.device))
         if args.context:
             for cache in caches:
                 _fill(cache, model.dtype)

@@ -5,6 +5,7 @@ same logits as with all latents on the device.
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -17,6 +18,7 @@ from dcpmla.attention.select.slots import SlotLayout
 from dcpmla.attention.step.table import StepRequests
 from dcpmla.bench import step_times
 from dcpmla.bench.sliding_selections import SlidingSelections, sliding_step_times
+from dcpmla.bench.timing import Timing, time_operation
 from dcpmla.cache.formats import row_width
 from dcpmla.cache.hot import fetch_hot_rows
 from dcpmla.cache.hot_set import HotSet, HotSizes
@@ -116,13 +118,19 @@ def caches_of(model: ShardedModel, dcp: DCPConfig, context: int, batch: int) -> 
 def check_rates(directory: Path, dcp: DCPConfig, device_type: str) -> list[dict[str, float]]:
     """On one rank: time steps at several rates over one cache; return the fields of counts at each."""
     model, mesh = open_model_on(directory, dcp, False, device_type)
-    cache, rows = caches_of(model, dcp, 200, 2), []
-    with patch.object(step_times, "_SECONDS", 0.01):
+    cache, rows, timings = caches_of(model, dcp, 200, 2), [], []
+
+    def timed(*args: Any) -> Timing:
+        timings.append(time_operation(*args))
+        return timings[-1]
+
+    with patch.object(step_times, "_SECONDS", 0.01), patch.object(step_times, "time_operation", timed):
         for hit_rate in RATES:
             times = sliding_step_times(model, cache, dcp, mesh, 2, 200, hit_rate)
             assert times["device_us"] > 0
             assert times["us_per_moe_layer"] > 0
             rows.append({name: times[name] for name in ("counted_hit_rate", "fetched_bytes", "num_hot_rows")})
+    assert [timing.in_graph for timing in timings] == [device_type == "cuda"] * 2 * len(RATES)
     return rows
 
 
