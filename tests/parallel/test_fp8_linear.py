@@ -138,7 +138,11 @@ def test_the_operator_on_a_gpu() -> None:
 
 
 def compile_product(
-    kernel: Any, tiles: dict[str, tuple[str, int]], num_tokens: int, others: dict[str, Any] | None = None, **pointers: str
+    kernel: Any,
+    tiles: dict[str, tuple[str, int]],
+    num_tokens: int,
+    others: dict[str, Any] | None = None,
+    **pointers: str,
 ) -> str:
     """Compile a product by a weight of DeepSeek-V3's size; return its PTX.
 
