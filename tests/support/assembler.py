@@ -4,20 +4,23 @@ Source: NVIDIA's PTX ISA.
 """
 
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+import triton.language as tl
 from triton.runtime import interpreter
 
 
-def _halves(register: Any) -> torch.Tensor:
-    return torch.from_numpy(register.view(np.uint16).copy()).view(torch.bfloat16).float()
+def _arithmetic(dtype: torch.dtype, compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Any:
+    """Return an instruction on two values of a dtype in each register."""
 
+    def values(register: Any) -> torch.Tensor:
+        return torch.from_numpy(register.view(np.uint16).copy()).view(dtype).float()
 
-def _bfloat16(values: torch.Tensor) -> Any:
-    return values.bfloat16().view(torch.uint16).numpy().view(np.uint32)
+    return lambda a, b: compute(values(a), values(b)).to(dtype).view(torch.uint16).numpy().view(np.uint32)
 
 
 def _permute(a: Any, b: Any, selector: Any) -> Any:
@@ -46,8 +49,10 @@ _INSTRUCTIONS = {
     "mov.b32": lambda a: a,
     "add.u32": lambda a, b: a + b,
     "mul.lo.u32": lambda a, b: a * b,
-    "mul.rn.bf16x2": lambda a, b: _bfloat16(_halves(a) * _halves(b)),
-    "sub.rn.bf16x2": lambda a, b: _bfloat16(_halves(a) - _halves(b)),
+    "mul.rn.bf16x2": _arithmetic(torch.bfloat16, torch.mul),
+    "sub.rn.bf16x2": _arithmetic(torch.bfloat16, torch.sub),
+    "mul.rn.f16x2": _arithmetic(torch.float16, torch.mul),
+    "sub.rn.f16x2": _arithmetic(torch.float16, torch.sub),
 }
 
 
@@ -83,7 +88,10 @@ def interpret_assembler() -> None:
             for at, kind in enumerate(types)
         ]
         handles = [
-            interpreter.TensorHandle(result.reshape(shape), kind.scalar)
+            # The interpreter holds bfloat16 as its bits.
+            interpreter.TensorHandle(
+                (result.view(np.float16) if kind.scalar == tl.float16 else result).reshape(shape), kind.scalar
+            )
             for result, kind in zip(results, types, strict=True)
         ]
         return SimpleNamespace(get_result=handles.__getitem__)

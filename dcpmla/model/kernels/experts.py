@@ -17,6 +17,7 @@ from dcpmla.model.kernels.grouped import grouped_product_kernel
 from dcpmla.model.kernels.packed import packed_product_kernel
 from dcpmla.parallel.formats import W4AFP8, AnyWeight, Quantized
 from dcpmla.parallel.fp8 import quantize_rows, runs_fp8
+from dcpmla.parallel.kernels.packed import by_halves
 from dcpmla.parallel.quantized import QuantizedRows, fields, pack
 
 
@@ -111,7 +112,7 @@ def compute_experts(call: RoutedRows) -> Tensor:
     h = x.new_empty(num_routes, width)
     source: Tensor | QuantizedRows
     if kind == torch.uint8:
-        source = _quantize_by_halves(x) if in_fp8 else _by_halves(x)
+        source = _quantize_by_halves(x) if in_fp8 else by_halves(x)
     else:
         source = x if quantized is None else quantized
     _multiply(source, gate_up, h, gate_up_tile, experts, routes, top_k, fuses, expert_weights, glu)
@@ -192,12 +193,7 @@ def _multiply(
         grouped_product_kernel[grid](x, x_scales, *strides, weights, scales, *routing, GATED=is_gated, **options)
 
 
-def _by_halves(x: Tensor) -> Tensor:
-    """Return rows in the column order of 4-bit products: the even columns first, then the odd ones."""
-    return x.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
-
-
 def _quantize_by_halves(x: Tensor) -> QuantizedRows:
-    """Return rows in e4m3 in that order, with the scales of their own order."""
+    """Return rows in e4m3 in the column order of 4-bit products, with the scales of their own order."""
     codes, scales = quantize_rows(x)
-    return QuantizedRows(_by_halves(codes), scales)
+    return QuantizedRows(by_halves(codes), scales)

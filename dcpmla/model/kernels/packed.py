@@ -95,8 +95,8 @@ def packed_product_kernel(
         k = at * HALF + column % HALF
         x_ptrs = x_ptr + source.to(tl.int64)[:, None] * K + (k + column // HALF * (K // 2))[None, :]
         x = tl.load(x_ptrs, mask=is_row[:, None] & (k < K // 2)[None, :], other=0.0)
-        low, high = to_fp8(codes) if IN_FP8 else dequantize(codes, scales, zeros)
-        w = tl.join(low, high).permute(0, 2, 1).reshape(N, DEPTH).to(x.dtype)
+        low, high = to_fp8(codes) if IN_FP8 else dequantize(codes, scales, zeros, x.dtype)
+        w = tl.join(low, high).permute(0, 2, 1).reshape(N, DEPTH)
         if IN_FP8:  # a step is a group
             x_scales_at = source * x_scales_stride_row + at * x_scales_stride_block
             # A sum over one column: Triton 3.6 would load a vector by each thread that multiplies by its numbers.
