@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dcpmla.attention.placement import Placement
 from dcpmla.hf_quantization import Scheme, has_mxfp8, is_among, stored_as
 from dcpmla.integrations.eagle3 import Eagle3Files
 from dcpmla.integrations.families.routing import num_routed_experts
@@ -76,11 +77,13 @@ def read_model(config: Any, with_mtp: bool = False, eagle3: Eagle3Files | None =
     )
 
 
-def warn_of_cuts(model: nn.Module, dtype: torch.dtype, tensor_parallel_size: int, expert_parallel: bool) -> None:
-    """Log which quantized weights of a model without memory the ranks hold in dtype, because cuts run through their
-    blocks or groups.
+def warn_of_cuts(model: nn.Module, placement: Placement, expert_parallel: bool) -> None:
+    """Log, on the first rank, which quantized weights of a model without memory the ranks hold dequantized, because
+    cuts run through their blocks or groups.
     """
-    layout = tensor_parallel_size, expert_parallel
+    if placement.mesh.tp_rank:
+        return
+    layout = placement.mesh.tp_size, expert_parallel
     apart = [each for each in _group(model, model.config) if each.is_cut_apart(*layout)]
     if apart:
         num_values = sum(each.count * prod(each.shard_shape(*layout)) for each in apart)
@@ -88,9 +91,9 @@ def warn_of_cuts(model: nn.Module, dtype: torch.dtype, tensor_parallel_size: int
         _logger.warning(
             "tensor_parallel_size (-tp) %d cuts through blocks or groups of quantized weights (%s): a rank holds them "
             "dequantized, in %s bytes; %s",
-            tensor_parallel_size,
+            placement.mesh.tp_size,
             ", ".join(sorted({each.name for each in apart})),
-            f"{num_values * dtype.itemsize:,}",
+            f"{num_values * placement.dtype.itemsize:,}",
             "--enable-expert-parallel keeps experts whole"
             if keeps_experts
             else "a smaller -tp may keep them as stored",

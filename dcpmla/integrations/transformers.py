@@ -16,7 +16,6 @@ from dcpmla.attention.placement import Placement
 from dcpmla.comm.reduce import select_reduce
 from dcpmla.comm.select import ChosenExchange
 from dcpmla.config import DCPConfig
-from dcpmla.hf_quantization import fp8_rows_of, scale_blocks
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.config_checks import check_generation_config
 from dcpmla.integrations.dummy import dummy_weights
@@ -83,8 +82,7 @@ def load_model(
     else:
         used, rename = {part_of(name) for name in shapes}, partial(family.module_name, num_layers=num_layers)
         quantization = getattr(model.config, "quantization_config", None)
-        blocks, takes_fp8 = scale_blocks(quantization), fp8_rows_of(quantization)
-        checkpoint = Checkpoint(directory, blocks, rename, lambda name: part_of(name) in used, takes_fp8)
+        checkpoint = Checkpoint(directory, quantization, rename, lambda name: part_of(name) in used)
         check_shapes(model, checkpoint, family.routing, mtp_shapes)
         dtype, weights = dtype or _in_range(config.dtype or checkpoint.dtype), checkpoint.weights("")
     if enable_expert_parallel and not any(hasattr(module, "experts") for module in model.modules()):
@@ -111,8 +109,7 @@ def load_model(
         prepare = partial(attention.prepare, rotary=loaded.angles, dtype=dtype, layers=own_layers)
         loaded.drafts = family.load_drafts(parts, mtp_block, decoder, loaded.head, prepare)
     parts.warn_of_missing_scales()
-    if mesh.tp_rank == 0:
-        warn_of_cuts(model, dtype, mesh.tp_size, formats[0])
+    warn_of_cuts(model, placement, formats[0])
     if eagle3 is not None:
         loaded.drafts = load_eagle3(eagle3, loaded, reduce, load_format)
     if dcp.deterministic:

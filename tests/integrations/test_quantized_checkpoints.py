@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dcpmla import DCPConfig, MLAAttention
 from dcpmla.attention.output.rows import quant_for
-from dcpmla.hf_quantization import check_quantization, scale_blocks
+from dcpmla.hf_quantization import check_quantization
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.families.family import Family
 from dcpmla.integrations.families.table import find_family
@@ -51,7 +51,7 @@ KEPT = (
 def open_checkpoint(directory: Path) -> Checkpoint:
     config = json.loads((directory / "config.json").read_text())
     rename = partial(find_family(config["model_type"]).module_name, num_layers=config["num_hidden_layers"])
-    return Checkpoint(directory, scale_blocks(config.get("quantization_config")), rename)
+    return Checkpoint(directory, config.get("quantization_config"), rename)
 
 
 def make_pair(source: Path, directory: Path, scheme: str) -> tuple[dict[str, Weight], dict[str, Tensor]]:
@@ -137,7 +137,7 @@ def test_rows_with_scales_of_their_own(tmp_path: Path) -> None:
     exponents = scales.to(torch.float8_e8m0fnu)
     exponents.view(torch.uint8)[60, 1] = 255
     save_file({"a.weight": codes, "a.weight_scale_inv": exponents}, tmp_path / "model.safetensors")
-    weights = Checkpoint(tmp_path, ((32, 32),)).weights("")
+    weights = Checkpoint(tmp_path, {"quant_method": "fp8", "weight_block_size": [32, 32]}).weights("")
     part = read_linear(weights, "a.weight", (70, 64), slice(3, 50))
     assert isinstance(part, Quantized)
     assert torch.equal(part.codes.float(), codes[3:50].float())
