@@ -151,12 +151,14 @@ def test_rates_are_as_asked(dcp: DCPConfig, device: str, sparse_model: Path) -> 
     hot = replace(dcp, kv_hot_tokens=num_hot, block_size=BLOCK)
     size = dcp.decode_context_parallel_size
     for rows in run_ranks(dcp.tensor_parallel_size, check_rates, sparse_model, hot, device, device=device):
-        assert [row["counted_hit_rate"] for row in rows] == list(RATES)
+        # A GPU is timed over more steps, so positions of the short contexts come again.
+        slack = 0.02 if device == "cuda" else 0
         for row, hit_rate in zip(rows, RATES, strict=True):
+            assert abs(row["counted_hit_rate"] - hit_rate) <= slack
             assert row["num_hot_rows"] == -(-num_hot // size)
             expected = (1 - hit_rate) * 2 * TOPK * num_layers * row_bytes / size
             # The rank with most has more than its share of few rows.
-            assert expected <= row["fetched_bytes"] <= expected * (1 if size == 1 else 1.5)
+            assert expected * (1 - slack) <= row["fetched_bytes"] <= expected * (1 + slack if size == 1 else 1.5)
 
 
 def check_logits(directory: Path, dcp: DCPConfig) -> None:

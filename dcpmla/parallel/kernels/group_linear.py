@@ -168,7 +168,8 @@ def multiply(x: Tensor, weight: Quantized, arrivals: Tensor) -> Tensor:
     tokens, stages, programs, is_ordered = next((each for each in _TILINGS if num_tokens <= each.tokens), _TILINGS[-1])
     is_ordered &= held.is_packed
     num_tiles, splits = triton.cdiv(num_tokens, tokens) * triton.cdiv(num_rows, TILE_ROWS), 1
-    while 2 * splits * _LEAST_BLOCKS <= width // BLOCK and 2 * splits * num_tiles <= programs:
+    # The counters of arrivals are enough for one tile of tokens.
+    while num_tokens <= tokens and 2 * splits * _LEAST_BLOCKS <= width // BLOCK and 2 * splits * num_tiles <= programs:
         splits *= 2
     grid = triton.cdiv(num_tokens, tokens), triton.cdiv(num_rows, TILE_ROWS), splits
     num_partials = num_tiles * splits * TILE_ROWS * tokens if splits > 1 else 0
