@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dcpmla.hf_quantization import fp8_rows_of, scale_blocks
+from dcpmla.hf_quantization import scale_blocks
 from dcpmla.integrations.quantization import FLOATS, StoredTensor, check_has_values, quantized_matrix
 from dcpmla.parallel.linear import Weight
 
@@ -47,7 +47,7 @@ class Checkpoint:
         rename: Callable[[str], str] = lambda name: name,
         is_used: Callable[[str], bool] = lambda name: True,
     ) -> None:
-        self._scale_blocks, self._takes_fp8 = scale_blocks(quantization), fp8_rows_of(quantization)
+        self._scale_blocks = scale_blocks(quantization)
         index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
         has_index = index.is_file()
         shards = _read_index(index) if has_index else {}
@@ -117,7 +117,7 @@ class Checkpoint:
         if "scales" not in parts:
             check_has_values(name, parts["codes"])
             return parts["codes"]
-        return quantized_matrix(name, parts, self._scale_blocks, self._takes_fp8(name.removesuffix(".weight")))
+        return quantized_matrix(name, parts, self._scale_blocks)
 
 
 class _AbsentTensor:

@@ -20,7 +20,7 @@ from dcpmla.integrations.families.routing import num_routed_experts
 from dcpmla.integrations.families.table import family_of
 from dcpmla.integrations.parts import Shapes
 from dcpmla.integrations.skeleton import build_skeleton, published_shapes
-from dcpmla.parallel.formats import BLOCK, FORMATS, FP8, MXFP8, W4AFP8, Format
+from dcpmla.parallel.formats import BLOCK, FORMATS, FP8, MXFP8, Format
 from dcpmla.planning.parameter import Parameter
 from dcpmla.planning.weights import ModelSize
 
@@ -197,8 +197,7 @@ def held_as(scheme: Scheme, shape: tuple[int, ...], has_groups: bool) -> Format 
     """Return the format in which a rank can hold a matrix, or experts."""
     if scheme.codes != "fp8":
         columns = min(scheme.columns, shape[-1])
-        held = W4AFP8 if scheme.takes_fp8 else FORMATS[scheme.codes]
-        return held._replace(columns=columns, has_zeros=scheme.has_zeros)
+        return FORMATS[scheme.codes]._replace(columns=columns, has_zeros=scheme.has_zeros)
     if has_groups:
         return MXFP8 if len(shape) == 2 else None  # routed experts in this format are dequantized
     sides = zip((scheme.rows, scheme.columns), shape[-2:], strict=True)

@@ -19,17 +19,7 @@ from dcpmla.integrations.families.family import Family
 from dcpmla.integrations.families.table import find_family
 from dcpmla.integrations.quantization import StoredTensor
 from dcpmla.model.moe import MoE
-from dcpmla.parallel.formats import (
-    INT4,
-    W4AFP8,
-    Format,
-    Quantized,
-    dequantize,
-    format_name,
-    format_of,
-    from_e8m0,
-    is_block_fp8,
-)
+from dcpmla.parallel.formats import Quantized, dequantize, format_name, from_e8m0, is_block_fp8
 from dcpmla.parallel.linear import Weight, read_linear, read_weight
 from tests.planning.test_plan_truth import check as check_bytes
 from tests.support.packers import pack_int4
@@ -84,7 +74,7 @@ def test_what_is_read_is_what_the_twin_holds(scheme: str, v32: Path, tmp_path: P
             whole = read_linear(weights, name, (shape[0], shape[1]))
             assert torch.equal(dequantize(whole, torch.float32), values)
             kinds |= {format_name(whole)} if not isinstance(weights[name], StoredTensor) else set()
-    assert kinds == ({"int4", "fp8"} if scheme in ("mixed", "w4a8", "w4afp8") else {KEPT.get(scheme, "plain")})
+    assert kinds == ({"int4", "fp8"} if scheme in ("mixed", "w4afp8") else {KEPT.get(scheme, "plain")})
 
 
 KV_A = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
@@ -228,25 +218,6 @@ def test_integers_with_scales_of_another_dtype_are_read_as_values(tmp_path: Path
         Checkpoint(tmp_path, rename=partial(Family().module_name, num_layers=4)).weights(""), "w.weight", (2, 64)
     )
     assert torch.equal(part, -8 * tensors["w.weight_scale"].repeat_interleave(32, 1))
-
-
-def formats_on_rank(directory: Path, tp_size: int, load_format: str = "auto") -> list[tuple[Format | None, ...]]:
-    """On one rank: formats of the gate and up, and of the down projections of routed experts."""
-    dcp = DCPConfig(tensor_parallel_size=tp_size, decode_context_parallel_size=tp_size, block_size=4)
-    model, _ = load_on_rank(directory, dcp, load_format=load_format)
-    layers = [module for module in model.hidden_states.modules() if isinstance(module, MoE)]
-    return [tuple(map(format_of, layer.experts)) for layer in layers]
-
-
-@pytest.mark.parametrize(("scheme", "takes_fp8"), [("mixed", False), ("w4a8", True), ("w4afp8", True)])
-def test_experts_that_are_made_for_rows_in_fp8(scheme: str, takes_fp8: bool, v32: Path, tmp_path: Path) -> None:
-    """They have float32 scales, as long as a rank has whole groups of 128: one of four has 64 columns."""
-    write_quantized(v32, tmp_path, scheme)
-    whole, halves = W4AFP8 if takes_fp8 else INT4._replace(columns=128), INT4._replace(columns=64)
-    for tp_size, down in ((2, whole), (4, halves)):
-        for load_format in ("auto", "dummy"):
-            (first, *_) = run_ranks(tp_size, formats_on_rank, tmp_path, tp_size, load_format)
-            assert set(first) == {(whole, down)}
 
 
 def warnings_on_rank(directory: Path, enable_expert_parallel: bool) -> list[str]:
