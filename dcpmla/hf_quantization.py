@@ -1,7 +1,7 @@
 """Quantization of a Hugging Face config: methods with readable weights, and the format of each matrix."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from dcpmla.fields import FLAG, SIZE, TEXT, Rule, check_fields, list_of, one_of, only, optional, whole
@@ -30,16 +30,18 @@ class Scheme(NamedTuple):
         codes: "fp8", or in 4 bits "int4", "fp4" (MXFP4) or "nvfp4".
         rows, columns: Rows and columns that share a scale; WHOLE means all.
         has_zeros: Whether each group has a zero point.
+        takes_fp8: Whether integers may multiply rows in e4m3.
     """
 
     codes: str
     rows: int = 1
     columns: int = 32
     has_zeros: bool = False
+    takes_fp8: bool = False
 
 
 _BLOCK_FP8 = Scheme("fp8", 128, 128)
-_W4AFP8 = Scheme("int4", columns=128)  # SGLang's constant
+_W4AFP8 = Scheme("int4", columns=128, takes_fp8=True)  # SGLang's constant
 _ALGORITHMS = {  # modelopt's
     "FP8": Scheme("fp8", WHOLE, WHOLE),
     "FP8_PB_WO": _BLOCK_FP8,
@@ -207,6 +209,8 @@ def _schemes(quantization: Mapping[str, Any]) -> Iterator[tuple[str, Scheme]]:
             for group in quantization["config_groups"].values():
                 scheme = _scheme(group["weights"], _codes_of(group, file_format))
                 assert scheme is not None  # `check_quantization`
+                if scheme.codes == "int4" and not scheme.has_zeros:
+                    scheme = scheme._replace(takes_fp8=_are_fp8(group.get("input_activations")))
                 for target in group.get("targets") or [_ANY]:
                     (others if target == _ANY else own).append((target, scheme))
             yield from own + others
@@ -221,6 +225,26 @@ def _schemes(quantization: Mapping[str, Any]) -> Iterator[tuple[str, Scheme]]:
             yield _ANY, Scheme("int4", 1, WHOLE if size < 1 else size, method == "awq")
         case "fp8":
             yield _ANY, Scheme("fp8", *(quantization.get("weight_block_size") or (WHOLE, WHOLE)))
+
+
+def _are_fp8(activations: Any) -> bool:
+    """Return whether compressed-tensors' group is for rows in e4m3."""
+    numbers = activations if isinstance(activations, dict) else {}
+    return (numbers.get("num_bits"), numbers.get("type")) == (8, "float")
+
+
+def fp8_rows_of(quantization: Mapping[str, Any] | None) -> Callable[[str], bool]:
+    """Return a function from a matrix's module to whether it may multiply rows in e4m3, if it has integers in 4 bits.
+
+    Args:
+        quantization: A quantization_config that `check_quantization` accepts; None means no such matrix.
+    """
+    schemes = [*_schemes(quantization or {})]
+
+    def takes_fp8(module: str) -> bool:
+        return next((scheme.takes_fp8 for target, scheme in schemes if _is_target(target, module)), False)
+
+    return takes_fp8
 
 
 def _is_target(target: str, module: str) -> bool:

@@ -130,7 +130,9 @@ def _run_pytest(copy: Path, tests: Sequence[str], failure: Path) -> None:
     sys.path[:] = [str(copy), *(path for path in sys.path if Path(path).resolve() != ROOT)]  # ROOT may hold .venv
     settings.register_profile("unshrunk", phases=set(Phase) - {Phase.shrink, Phase.explain})  # A failure is enough.
     settings.load_profile("unshrunk")
-    sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests], plugins=[_FirstFailure(failure)]))
+    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests], plugins=[_FirstFailure(failure)])
+    sys.stdout.flush()
+    os._exit(code)  # multiprocessing would first wait for children, of which an executor's wait for work
 
 
 class Copy:

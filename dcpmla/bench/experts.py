@@ -32,8 +32,9 @@ PeerExperts = Callable[[Tensor, Tensor, Tensor], Tensor]  # takes x, expert_ids,
 
 _MOST_SETS = 16
 _CHECKED_TOKENS = 4  # compared with float64
-# Of fp8, the format of its activations makes almost all.
-_LARGEST_ERROR = defaultdict(lambda: 0.01, fp8=0.08)
+_IN_FP8 = ("fp8", "w4afp8")  # products of many rows
+# Of those, the format of activations makes almost all.
+_LARGEST_ERROR = defaultdict(lambda: 0.01, dict.fromkeys(_IN_FP8, 0.08))
 
 
 class Shape(NamedTuple):
@@ -55,7 +56,7 @@ SHAPES = {
 }
 _FORMATS = {  # useful formats; other shapes have bf16 and fp8
     **{"v4-flash": ("fp8", "fp4"), "k2-tp8": ("int4",)},
-    "v3-tp4": ("bf16", "fp8", "int4_128", "awq", "nvfp4"),
+    "v3-tp4": ("bf16", "fp8", "int4_128", "w4afp8", "awq", "nvfp4"),
 }
 _SHAPES, _WEIGHTS = ",".join(SHAPES), ",".join(WEIGHT_BYTES)
 
@@ -165,7 +166,7 @@ class Experts(Benchmark[ExpertsCase, ExpertsInputs]):
         fields = inputs.shape._asdict() | {"router_us": round(self.time(inputs.router, num_sets).median_us, 2)}
         fields |= {"bytes_read": inputs.bytes_read}
         counted = inputs.flops, inputs.bytes_read
-        work = Work(num_sets, inputs.error, *counted, in_fp8=case.weights == "fp8", fields=fields)
+        work = Work(num_sets, inputs.error, *counted, in_fp8=case.weights in _IN_FP8, fields=fields)
         for name, kernel in kernels.items():
             # torch's products take GPUs and widths of their own.
             with nullcontext() if name == "dcpmla" else leave_out(f"{name} of {name_of(case)}"):

@@ -5,23 +5,30 @@ batch.
 import argparse
 import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
+from dcpmla.bench.cache_formats import fill_slots
 from dcpmla.bench.options import listed, single
 from dcpmla.bench.results import Row, dtype_name
 from dcpmla.bench.runner import Benchmark
+from dcpmla.bench.sliding_selections import GENERATOR, sliding_step_times
 from dcpmla.bench.step_times import decode_steps, is_quantized, mixed_times, modelled_times, size_of, step_times
 from dcpmla.bench.timing import largest
 from dcpmla.cache.formats import format_name
+from dcpmla.cache.index_keys import SCALE_BYTES, write_index_keys
+from dcpmla.cache.layers import Cache
 from dcpmla.cli.field_options import list_reader
 from dcpmla.cli.options import add_engine_arguments, build_engine, dcp_config, positive, positive_list, seed, share_list
 from dcpmla.fields import number
 from dcpmla.integrations.families.table import attention_of
 from dcpmla.integrations.open_model import check_layout, open_model
 from dcpmla.integrations.sharded_model import ShardedModel
-from dcpmla.job.bootstrap import Ranks
+from dcpmla.job.bootstrap import Ranks, agree
 from dcpmla.job.join import Job
 from dcpmla.runtime.acceptance import MAX_DRAFT_ROWS
 from dcpmla.runtime.drafts import Drafter
@@ -36,6 +43,9 @@ _OPTIONS = (
 )
 _STEP_TOKENS = "tokens of steps with a piece of a prompt, alone and with 32 decodes, timed as well"
 _CONTEXT = "cached tokens of requests whose step is timed on the device alone, without a prefill before it"
+_HIT_RATES = (
+    "shares of the latents that steps over --context read which are hot, with --kv-hot-tokens; only these steps"
+)
 _ACCEPTANCE = "probability that random numbers accept a draft of --speculative-method, if those before it are"
 _LENGTH = "tokens of a step with drafts on average, which random numbers accept (--synthetic-acceptance-length)"
 
@@ -51,6 +61,8 @@ class Batch(NamedTuple):
         tokens: Number of tokens of a step with a piece of a prompt, the decodes' among them; 0 for decodes alone.
         context: Number of cached tokens of each request, without a prefill before the step; 0 for a prefill of
             --input-len tokens.
+        hit_rate: Share of the selected latents that are hot (`SlidingSelections`); None for all latents on the GPU, or
+            for selections of the indexers.
     """
 
     batch: int
@@ -60,6 +72,7 @@ class Batch(NamedTuple):
     is_adaptive: bool = False
     tokens: int = 0
     context: int = 0
+    hit_rate: float | None = None
 
     @property
     def has_drafts(self) -> bool:
@@ -72,7 +85,7 @@ class Generate(Benchmark[Batch, None]):
 
     ranks_of = "tp"
     has_engine = True
-    series = ("mode", "acceptance", "acceptance_length", "is_adaptive")
+    series = ("mode", "acceptance", "acceptance_length", "is_adaptive", "hit_rate")
     options = {
         "batch": "1,2,4,8,16,32,64,128",
         "input_len": single(positive, 512, "N", "tokens of a prompt"),
@@ -80,6 +93,7 @@ class Generate(Benchmark[Batch, None]):
         "seed": {"type": seed, "default": 0, "help": "of the prompts' tokens"},
         "step_tokens": listed(positive_list, _STEP_TOKENS) | {"default": []},
         "context": listed(positive_list, _CONTEXT) | {"default": []},
+        "hit_rates": listed(share_list, _HIT_RATES) | {"default": []},
         "acceptance": listed(share_list, _ACCEPTANCE) | {"default": "0,0.5,0.8,1"},
         "acceptance_length": listed(_lengths, _LENGTH) | {"default": []},
     }
@@ -104,13 +118,21 @@ class Generate(Benchmark[Batch, None]):
         needed, room = max(args.batch) * -(-seq_len // block_tokens), self.engine.cache.sizes.num_blocks
         if needed > room:  # requests that wait for blocks would make a smaller batch of it
             self.close()
-            hint = "lower --batch, --input-len, --output-len or --context, or raise --kv-cache-memory-bytes"
+            memory = "--kv-cache-memory-bytes" if args.kv_hot_tokens is None else "--kv-offloading-size"
+            hint = f"lower --batch, --input-len, --output-len or --context, or raise {memory}"
             sizes = f"cache: {max(args.batch)} requests need {needed:,} blocks, but there is room for {room:,}"
             raise ValueError(f"{sizes}; {hint}")
+        # The same model attends to all latents on the GPU, as the baseline of forced hits.
+        self.plain_dcp = replace(self.engine.dcp, kv_hot_tokens=None)
+        caches = [self.engine.cache]
+        if args.hit_rates:
+            plan = model.attention.plan_cache(self.plain_dcp, [max(args.context)] * max(args.batch), model.dtype)
+            with agree():
+                caches.append(plan.allocate(model.device))
         if args.context:
-            for memory in self.engine.cache.tensors:
-                if memory.dtype == model.dtype:
-                    memory.normal_()  # Zeros would give all keys the same score.
+            for cache in caches:
+                _fill(cache, model.dtype)
+        self.plain_cache = caches[-1]
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
@@ -131,6 +153,7 @@ class Generate(Benchmark[Batch, None]):
             raise ValueError(
                 f"--context has {context}; --max-model-len, by default the model's, allows {files.max_model_len}"
             )
+        _check_hit_rates(args, attention_of(files.config).layers[0].num_selected)
         if args.synthetic_acceptance_length is not None or args.synthetic_acceptance_rates:
             raise ValueError("--synthetic-acceptance-* are a server's; give --acceptance or --acceptance-length")
         if (length := max(args.acceptance_length, default=1)) > 1 + args.num_speculative_tokens:
@@ -146,6 +169,10 @@ class Generate(Benchmark[Batch, None]):
 
     def cases(self) -> Iterator[Batch]:
         args, drafter, modes = self.args, self.speculation.drafter, self.modes
+        if args.hit_rates:
+            for context, size, hit_rate in product(args.context, args.batch, (None, *args.hit_rates)):
+                yield Batch(size, modes[0], context=context, hit_rate=hit_rate)
+            return
         for size in args.batch:
             yield from (Batch(size, mode) for mode in modes)
             if drafter.num_speculative_tokens and size * (1 + drafter.num_speculative_tokens) <= MAX_DRAFT_ROWS:
@@ -160,12 +187,14 @@ class Generate(Benchmark[Batch, None]):
             yield Batch(size, modes[0], context=context)
 
     def measure(self, case: Batch, inputs: None) -> list[Row]:
+        args, engine = self.args, self.engine
         if case.tokens:
             return [self._mixed_row(case)]
+        if args.hit_rates:
+            return [self._forced_row(case)]
         if case.context:
             labels = self._labels(case) | {"batch": case.batch, "input_len": case.context}
             return [labels | self._device_times(case.batch, case.context)]
-        args, engine = self.args, self.engine
         engine.graph, engine.mixed_graph = (self.graph, self.mixed_graph) if case.mode == "graph" else (None, None)
         engine.speculation = Speculation(self._drafter(case))
         self.job.watchdog.enter("queueing requests")
@@ -230,6 +259,19 @@ class Generate(Benchmark[Batch, None]):
         times = step_times(self.model, engine.cache, engine.dcp, engine.mesh, 1, num_tokens, num_tokens)
         return {f"prefill_{name}": value for name, value in times.items()}
 
+    def _forced_row(self, case: Batch) -> Row:
+        """Return the row of a step with a rate of hits; without one, of the step with all latents on the GPU."""
+        args, engine, is_plain = self.args, self.engine, case.hit_rate is None
+        self.job.watchdog.enter("timing steps with forced hits")
+        cache, dcp = (self.plain_cache, self.plain_dcp) if is_plain else (engine.cache, engine.dcp)
+        load = case.batch, case.context, 1.0 if case.hit_rate is None else case.hit_rate
+        times = sliding_step_times(self.model, cache, dcp, engine.mesh, *load)
+        row = self._labels(case) | {"batch": case.batch, "input_len": case.context, "selections": GENERATOR}
+        if not is_plain:
+            row |= {"kv_hot_tokens": args.kv_hot_tokens, "hit_rate": case.hit_rate}
+        time_us = times["us_per_moe_layer"] or times["device_us"]  # The head of a few layers takes more than its share.
+        return row | times | self.speedup_over("gpu_latents", load[:2], time_us, is_baseline=is_plain)
+
     def _drafter(self, case: Batch) -> Drafter:
         """Return the drafter of a case, with its simulated acceptance."""
         drafter, model = self.speculation.drafter, self.model
@@ -246,3 +288,39 @@ class Generate(Benchmark[Batch, None]):
         engine = self.engine
         engine.graph, engine.mixed_graph, engine.speculation = self.graph, self.mixed_graph, self.speculation
         engine.close()
+
+
+def _check_hit_rates(args: argparse.Namespace, topk: int | None) -> None:
+    """Raise ValueError for --hit-rates without hot tokens and contexts, or with sizes that cannot have such rates.
+
+    Args:
+        topk: Tokens that one token selects; None in a model that does not select.
+    """
+    if not args.hit_rates:
+        return
+    given = f"--hit-rates is {','.join(map(str, args.hit_rates))}"
+    if args.kv_hot_tokens is None or topk is None or not args.context:
+        raise ValueError(f"{given}; give the number of hot tokens, --kv-hot-tokens, and cached ones, --context")
+    if (shortest := min(args.context)) <= topk:
+        raise ValueError(f"{given} and --context has {shortest}; it must be more than {topk}, which a token selects")
+    if (most := max(args.batch) * topk) > args.kv_hot_tokens:
+        hot = f"--kv-hot-tokens is {args.kv_hot_tokens}"
+        raise ValueError(f"{given}, --batch has {max(args.batch)} and {hot}; a step selects {most}, which must fit")
+    if min(args.hit_rates) < 1 and min(args.batch) * (shortest - 1) <= args.kv_hot_tokens:
+        sizes = f"--batch has {min(args.batch)} and --context {shortest}"
+        raise ValueError(
+            f"{given} and {sizes}; these tokens fit in --kv-hot-tokens, {args.kv_hot_tokens}, so that none would be "
+            "missed: lower it, or raise --context"
+        )
+
+
+def _fill(cache: Cache, dtype: torch.dtype) -> None:
+    """Fill a cache with random numbers where it has the model's dtype, and its index keys, since equal ones would have
+    the same score.
+    """
+    for memory in cache.tensors:
+        if memory.dtype == dtype:
+            memory.normal_()
+    for layer in cache:
+        if layer.index_keys is not None and layer.index_keys.dtype == torch.uint8:
+            fill_slots(layer.index_keys, layer.index_keys.shape[-1] - SCALE_BYTES, dtype, write_index_keys)

@@ -28,8 +28,8 @@ _NAMES = """
     is_chosen in_graph step_us device_us us_per_moe_layer num_kernels prefill_* median_us first_call_ms
     added_us_per_layer *_us tflops gb_per_s index_bytes index_gb_per_s bytes_read floor_share speedup_over_*
     scaling_efficiency error lse_error different tokens_per_second acceptance acceptance_length is_adaptive
-    tokens_a_step engine load call tag num_turns turn_len start import_seconds start_seconds num_compiled compilations
-    repeat
+    tokens_a_step selections hit_rate counted_hit_rate fetched_bytes num_hot_rows
+    engine load call tag num_turns turn_len start import_seconds start_seconds num_compiled compilations repeat
     request_rate seconds *_per_second
     queue_seconds_* time_to_first_token_* time_per_token_* end_to_end_seconds_* inter_token_*
     kv_cache_bytes_per_rank kv_tokens_total num_fit_mean num_fit_largest max_num_running
@@ -43,7 +43,7 @@ FIELDS = _NAMES.split()
 OPTIONS = (  # options of engine and load, which rows have by their own names
     *("cp_kv_cache_interleave_size", "dcp_q_replicate", "dcp_project_before_merge", "index_hadamard", "enforce_eager"),
     *("enable_expert_parallel", "enable_prefix_caching", "max_num_batched_tokens", "max_num_seqs", "num_requests"),
-    *("deterministic", "kv_offloading_size", "kv_offloading_disk_size", "max_prefill_ms"),
+    *("deterministic", "kv_hot_tokens", "kv_offloading_size", "kv_offloading_disk_size", "max_prefill_ms"),
     *("input_len", "input_lens", "output_len", "output_lens", "seed", "speculative_method", "num_speculative_tokens"),
 )
 

@@ -20,6 +20,7 @@ from dcpmla.bench.results import Row
 from dcpmla.bench.timing import is_h200, largest, profile_kernels, time_calls, time_operation
 from dcpmla.cache.formats import format_name
 from dcpmla.cache.layers import Cache
+from dcpmla.cache.plan import CachePlan
 from dcpmla.config import DCPConfig
 from dcpmla.integrations.model_size import read_model
 from dcpmla.integrations.sharded_model import ShardedModel
@@ -114,8 +115,7 @@ def step_times(
         around them (LongCat's); `num_kernels`, which a step launches, 0 on CPUs.
     """
     device, sizes = model.device, cache.sizes
-    num_blocks = -(-context // sizes.block_tokens)
-    tables = [list(range(index * num_blocks, (index + 1) * num_blocks)) for index in range(batch)]
+    tables = block_tables(sizes, batch, context)
     requests = StepRequests([query_len] * batch, [context] * batch, tables, list(range(batch)))
     steps = model.attention.step_builder(sizes, dcp, mesh.dcp_rank, device)
     metadata = steps.build(requests, workspace=decode_workspace(device))
@@ -133,6 +133,12 @@ def step_times(
         events = profile_kernels(step).events() if device.type == "cuda" else []
         num_kernels = sum(event.device_type.name == "CUDA" for event in events)
         return {"device_us": round(device_us, 1), "us_per_moe_layer": round(of_blocks, 1), "num_kernels": num_kernels}
+
+
+def block_tables(sizes: CachePlan, batch: int, context: int) -> list[list[int]]:
+    """Return the blocks of each of `batch` requests with `context` tokens: the first ones of a cache, in order."""
+    num_blocks = -(-context // sizes.block_tokens)
+    return [list(range(index * num_blocks, (index + 1) * num_blocks)) for index in range(batch)]
 
 
 def _moe_layer_us(model: ShardedModel, run: Callable[[], Tensor], calls: int) -> float:

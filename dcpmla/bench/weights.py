@@ -3,10 +3,11 @@
 import torch
 
 from dcpmla.cache.formats import FP8
-from dcpmla.parallel.formats import BLOCK, FP4, INT4, NVFP4, AnyWeight, Quantized
+from dcpmla.parallel.formats import BLOCK, FP4, INT4, NVFP4, W4AFP8, AnyWeight, Quantized
 
 _PACKED = {  # by the names of --weights
     **{"fp4": FP4, "nvfp4": NVFP4, "int4": INT4, "int4_128": INT4._replace(columns=BLOCK)},
+    "w4afp8": W4AFP8,
     "awq": INT4._replace(columns=BLOCK, scales=torch.float16, has_zeros=True),
 }
 WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0} | {  # bytes of one value

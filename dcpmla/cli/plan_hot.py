@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 from dcpmla.cli.output import Section, align
 from dcpmla.planning.deployment import Deployment
-from dcpmla.planning.hot import MISS_RATES, HotStep, hot_memory, hot_step, needed_hit_rate
+from dcpmla.planning.hot import MISS_RATES, HotStep, gathered_gb_per_s, hot_memory, hot_step, needed_hit_rate
 from dcpmla.planning.recommend import Plan
 from dcpmla.planning.words import ms
 
@@ -29,7 +29,7 @@ def hot_section(plan: Plan, deployment: Deployment, batch: int, context: int, ho
         f"hot and scratch rows take {memory.hot_bytes_per_rank / 2**30:.2f} GiB of each GPU",
         f"GPUs have room for {memory.gpu_tokens:,} tokens, host memory for {memory.host_tokens:,}: "
         f"{num_tokens // context:,} requests of {context:,}, limited by {smaller}",
-        f"decode steps of {share:,} requests, rows fetched at {deployment.machine.host_gb_per_s:g} GB/s a GPU",
+        f"decode steps of {share:,} requests, rows fetched at {gathered_gb_per_s(deployment.machine):g} GB/s a GPU",
         *align([_cells(step, share * plan.tokens_a_step) for step in steps]),
         f"fetches take no longer than the rest of a step from a hit rate of {needed:.1%} on",
     ]

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from dcpmla.hf_quantization import fp8_rows_of, scale_blocks
 from dcpmla.integrations.quantization import FLOATS, StoredTensor, check_has_values, quantized_matrix
 from dcpmla.parallel.linear import Weight
 
@@ -29,7 +30,7 @@ class Checkpoint:
     Args:
         directory: Directory of shards with model.safetensors.index.json, of model.safetensors, or else of any
             *.safetensors. Shards of the index may be absent if none of their tensors is used.
-        scale_blocks: Rows and columns that may share a scale in fp8 (`dcpmla.hf_quantization.scale_blocks`).
+        quantization: A quantization_config that `check_quantization` accepts; None means DeepSeek's blocks in fp8.
         rename: Function from a tensor's name in the files to its name here.
         is_used: Function from a tensor's name here to whether the model uses it. Shards that hold no such tensor,
             by the index, are not opened.
@@ -42,11 +43,11 @@ class Checkpoint:
     def __init__(
         self,
         directory: Path,
-        scale_blocks: tuple[tuple[int, int], ...] = ((128, 128),),
+        quantization: Mapping[str, Any] | None = None,
         rename: Callable[[str], str] = lambda name: name,
         is_used: Callable[[str], bool] = lambda name: True,
     ) -> None:
-        self._scale_blocks = scale_blocks
+        self._scale_blocks, self._takes_fp8 = scale_blocks(quantization), fp8_rows_of(quantization)
         index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
         has_index = index.is_file()
         shards = _read_index(index) if has_index else {}
@@ -116,7 +117,7 @@ class Checkpoint:
         if "scales" not in parts:
             check_has_values(name, parts["codes"])
             return parts["codes"]
-        return quantized_matrix(name, parts, self._scale_blocks)
+        return quantized_matrix(name, parts, self._scale_blocks, self._takes_fp8(name.removesuffix(".weight")))
 
 
 class _AbsentTensor:

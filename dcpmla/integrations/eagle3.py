@@ -26,7 +26,6 @@ from dcpmla.fields import (
     optional,
     whole,
 )
-from dcpmla.hf_quantization import scale_blocks
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.config_checks import reason
 from dcpmla.integrations.eagle3_attention import ATTENTION, HeadAttention
@@ -132,8 +131,7 @@ class Eagle3Files:
 
     def checkpoint(self) -> Checkpoint:
         """Return the head's tensors by the names of `skeleton`."""
-        blocks = scale_blocks(getattr(self.config, "quantization_config", None))
-        return Checkpoint(self.directory, blocks, _module_name)
+        return Checkpoint(self.directory, getattr(self.config, "quantization_config", None), _module_name)
 
     def shapes(self, skeleton: Any) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the head's own tensors."""

@@ -3,24 +3,28 @@ how the runtime cuts its parameters and which stay quantized.
 """
 
 import copy
+import logging
 import re
 from collections import Counter
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dcpmla.attention.placement import Placement
 from dcpmla.hf_quantization import Scheme, has_mxfp8, is_among, stored_as
 from dcpmla.integrations.eagle3 import Eagle3Files
 from dcpmla.integrations.families.routing import num_routed_experts
 from dcpmla.integrations.families.table import family_of
 from dcpmla.integrations.parts import Shapes
 from dcpmla.integrations.skeleton import build_skeleton, published_shapes
-from dcpmla.parallel.formats import BLOCK, FORMATS, FP8, MXFP8, Format
+from dcpmla.parallel.formats import BLOCK, FORMATS, FP8, MXFP8, W4AFP8, Format
 from dcpmla.planning.parameter import Parameter
 from dcpmla.planning.weights import ModelSize
 
+_logger = logging.getLogger(__name__)
 _STYLES = {  # the last word of a module's name -> the features that ranks divide
     **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "sinks", "o_a_proj", "lm_head", "markov_w2"), "column"),
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "column"),
@@ -71,6 +75,29 @@ def read_model(config: Any, with_mtp: bool = False, eagle3: Eagle3Files | None =
         experts_per_token=getattr(config, "num_experts_per_tok", 0) or 0,
         parameters=parameters,
     )
+
+
+def warn_of_cuts(model: nn.Module, placement: Placement, expert_parallel: bool) -> None:
+    """Log, on the first rank, which quantized weights of a model without memory the ranks hold dequantized, because
+    cuts run through their blocks or groups.
+    """
+    if placement.mesh.tp_rank:
+        return
+    layout = placement.mesh.tp_size, expert_parallel
+    apart = [each for each in _group(model, model.config) if each.is_cut_apart(*layout)]
+    if apart:
+        num_values = sum(each.count * prod(each.shard_shape(*layout)) for each in apart)
+        keeps_experts = any(each.is_expert for each in apart) and not expert_parallel
+        _logger.warning(
+            "tensor_parallel_size (-tp) %d cuts through blocks or groups of quantized weights (%s): a rank holds them "
+            "dequantized, in %s bytes; %s",
+            placement.mesh.tp_size,
+            ", ".join(sorted({each.name for each in apart})),
+            f"{num_values * placement.dtype.itemsize:,}",
+            "--enable-expert-parallel keeps experts whole"
+            if keeps_experts
+            else "a smaller -tp may keep them as stored",
+        )
 
 
 def _group(model: nn.Module, config: Any) -> tuple[Parameter, ...]:
@@ -170,7 +197,8 @@ def held_as(scheme: Scheme, shape: tuple[int, ...], has_groups: bool) -> Format 
     """Return the format in which a rank can hold a matrix, or experts."""
     if scheme.codes != "fp8":
         columns = min(scheme.columns, shape[-1])
-        return FORMATS[scheme.codes]._replace(columns=columns, has_zeros=scheme.has_zeros)
+        held = W4AFP8 if scheme.takes_fp8 else FORMATS[scheme.codes]
+        return held._replace(columns=columns, has_zeros=scheme.has_zeros)
     if has_groups:
         return MXFP8 if len(shape) == 2 else None  # routed experts in this format are dequantized
     sides = zip((scheme.rows, scheme.columns), shape[-2:], strict=True)

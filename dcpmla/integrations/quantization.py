@@ -8,7 +8,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dcpmla.parallel.formats import BLOCK, FP4, GROUP, INT4, NVFP4, AnyWeight, Format, Quantized, dequantize, from_e8m0
+from dcpmla.parallel.formats import (
+    BLOCK,
+    FP4,
+    GROUP,
+    INT4,
+    NVFP4,
+    W4AFP8,
+    AnyWeight,
+    Format,
+    Quantized,
+    dequantize,
+    from_e8m0,
+)
 from dcpmla.parallel.linear import QuantizedWeight
 
 # Names of dtypes as safetensors has them.
@@ -85,7 +97,7 @@ LAYOUTS = (
     Layout("pack-quantized of compressed-tensors", INT4, ("I32",), tuple(FLOATS)),
     Layout("AWQ", INT4, ("I32",), tuple(FLOATS), is_transposed=True, packs_rows=True),
     Layout("GPTQ", INT4, ("I32",), tuple(FLOATS), is_transposed=True),
-    Layout("w4afp8", INT4, ("I8",), tuple(FLOATS), is_signed=True),
+    Layout("w4afp8", W4AFP8, ("I8",), tuple(FLOATS), is_signed=True),
     Layout("NVFP4", NVFP4, ("U8",), (_E4M3,)),
     Layout("MXFP4", FP4, ("I8", "U8"), _EXPONENTS),
 )
@@ -93,7 +105,10 @@ _PACKED = {dtype for layout in LAYOUTS for dtype in layout.codes}
 
 
 def quantized_matrix(
-    name: str, parts: Mapping[str, StoredTensor], blocks: tuple[tuple[int, int], ...] = ((BLOCK, BLOCK),)
+    name: str,
+    parts: Mapping[str, StoredTensor],
+    blocks: tuple[tuple[int, int], ...] = ((BLOCK, BLOCK),),
+    takes_fp8: bool = False,
 ) -> QuantizedWeight:
     """Return a matrix [N, K] of codes and scales, without reading them.
 
@@ -104,6 +119,7 @@ def quantized_matrix(
             float32, bfloat16 or float16 [ceil(N / rows), ceil(K / columns)], or exponents (e8m0), also [N, K / 32]
             whatever the block. A single one may have any shape.
         blocks: Rows and columns of e4m3 codes that may share a scale.
+        takes_fp8: Whether integers in 4 bits without zero points may multiply rows in e4m3; those of w4afp8 always may.
     Raises:
         ValueError: Codes or scales have another shape or dtype.
     """
@@ -115,6 +131,8 @@ def quantized_matrix(
         return _Fp8Matrix(name, codes, scales, next(fitting, blocks[0]))
     for layout in LAYOUTS:
         if layout.fits(codes, scales):
+            if takes_fp8 and layout.held == INT4 and "zeros" not in parts:
+                layout = layout._replace(held=W4AFP8)
             return _PackedMatrix(name, parts, layout)
     known = (f"{', '.join(each.codes)} with scales of {', '.join(each.scales)} ({each.name})" for each in LAYOUTS)
     raise ValueError(
@@ -228,9 +246,10 @@ class _PackedMatrix:
         """Return a slice of whole groups, which may be smaller than the checkpoint's; else its values."""
         first, end, _ = cols.indices(self.shape[1])
         held = self._layout.held._replace(columns=self._columns).cut_at(first, end)
-        if held is None or self._scales == torch.float32:
+        if held is None or (self._scales == torch.float32 and held.scales != torch.float32):
             return self[rows, cols]
-        return self._read(rows, first, end, held.columns)
+        read = self._read(rows, first, end, held.columns)
+        return read._replace(scales=read.scales.float()) if held.scales == torch.float32 else read
 
     def _read(self, rows: slice, first: int, end: int, columns: int) -> Quantized:
         """Return a slice with a scale for each of so many columns."""

@@ -16,13 +16,13 @@ from dcpmla.attention.placement import Placement
 from dcpmla.comm.reduce import select_reduce
 from dcpmla.comm.select import ChosenExchange
 from dcpmla.config import DCPConfig
-from dcpmla.hf_quantization import scale_blocks
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.config_checks import check_generation_config
 from dcpmla.integrations.dummy import dummy_weights
 from dcpmla.integrations.eagle3 import Eagle3Files
 from dcpmla.integrations.eagle3_loading import load_eagle3
 from dcpmla.integrations.families.table import family_of
+from dcpmla.integrations.model_size import warn_of_cuts
 from dcpmla.integrations.parts import Parts
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.integrations.skeleton import build_skeleton, check_shapes, part_of, published_shapes
@@ -81,8 +81,8 @@ def load_model(
         weights = dummy_weights(shapes, model.config, dtype, device)
     else:
         used, rename = {part_of(name) for name in shapes}, partial(family.module_name, num_layers=num_layers)
-        blocks = scale_blocks(getattr(model.config, "quantization_config", None))
-        checkpoint = Checkpoint(directory, blocks, rename, lambda name: part_of(name) in used)
+        quantization = getattr(model.config, "quantization_config", None)
+        checkpoint = Checkpoint(directory, quantization, rename, lambda name: part_of(name) in used)
         check_shapes(model, checkpoint, family.routing, mtp_shapes)
         dtype, weights = dtype or _in_range(config.dtype or checkpoint.dtype), checkpoint.weights("")
     if enable_expert_parallel and not any(hasattr(module, "experts") for module in model.modules()):
@@ -109,6 +109,7 @@ def load_model(
         prepare = partial(attention.prepare, rotary=loaded.angles, dtype=dtype, layers=own_layers)
         loaded.drafts = family.load_drafts(parts, mtp_block, decoder, loaded.head, prepare)
     parts.warn_of_missing_scales()
+    warn_of_cuts(model, placement, formats[0])
     if eagle3 is not None:
         loaded.drafts = load_eagle3(eagle3, loaded, reduce, load_format)
     if dcp.deterministic:

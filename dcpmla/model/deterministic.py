@@ -8,7 +8,7 @@ from dcpmla.model.eagle3 import Eagle3Layer
 from dcpmla.model.mlp import MLP
 from dcpmla.model.moe import Gate, MoE
 from dcpmla.model.mtp import MtpLayer
-from dcpmla.parallel.formats import FP8, is_packed
+from dcpmla.parallel.formats import Quantized, is_block_fp8, is_packed
 from dcpmla.parallel.linear import Linear, RowParallelLinear
 
 # Modules that only look rows up, or norm rows by kernels of one row per program; and attention, whose kind has a check.
@@ -34,9 +34,10 @@ def make_deterministic(model: nn.Module) -> None:
 
 
 def _check_weights(name: str, module: nn.Module) -> None:
-    scales = module.weight_scale if isinstance(module, Linear) else None
-    has_groups = scales is not None and scales.dtype != FP8.scales
-    if has_groups or (isinstance(module, MoE) and is_packed(module.experts.gate_up)):
+    has_groups = isinstance(module, MoE) and is_packed(module.experts.gate_up)
+    if isinstance(module, Linear) and module.weight_scale is not None:
+        has_groups = not is_block_fp8(Quantized(module.weight, module.weight_scale))
+    if has_groups:
         raise ValueError(
             f"deterministic (--deterministic) does not support weights with scales for groups of inputs ({name}); "
             f"leave it out, or choose a checkpoint in bfloat16 or in fp8 with blocks of 128 x 128"

@@ -55,9 +55,9 @@ def compute_experts(
     """Return each token's weighted sum over its experts of down(glu(gate, up)), or the terms of these sums.
 
     GPUs multiply block fp8 in e4m3: x and glu(gate, up) are quantized in groups of 128
-    (`attention/output/formats.py: write_fp8_groups`). Elsewhere, and for 4 bits, weights are dequantized as they are
-    used; GPUs round integers' values to bfloat16. Equal inputs give equal bits. Nothing is read back to the host
-    on a GPU.
+    (`attention/output/formats.py: write_fp8_groups`). They multiply W4AFP8 in the same way if experts get many rows.
+    Elsewhere, and for 4 bits, weights are dequantized as they are used; GPUs round integers' values to bfloat16. Equal
+    inputs give equal bits. Nothing is read back to the host on a GPU.
 
     Args:
         x: [T, H], bfloat16, float16 or float32; `NormedRows` where `ExpertWeights.takes_quantized`.

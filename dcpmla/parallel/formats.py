@@ -49,7 +49,10 @@ class Format(NamedTuple):
             return self
         sizes = (size for size in (BLOCK, 64, GROUP) if not any(side % size for side in (self.columns, *columns)))
         size = next(sizes, None)
-        return None if size is None else self._replace(columns=size)
+        if size is None:
+            return None
+        scales = INT4.scales if size < BLOCK and self.scales == W4AFP8.scales else self.scales
+        return self._replace(columns=size, scales=scales)
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Return the bytes of a matrix [.., N, K], scales included."""
@@ -64,6 +67,8 @@ MXFP8 = Format("mxfp8", torch.uint8)  # DeepSeek-V4.1's blocks of 32 x 32 repeat
 FP4 = Format("fp4", torch.uint8)  # MXFP4: experts of DeepSeek-V4
 NVFP4 = Format("nvfp4", torch.float8_e4m3fn, columns=16, has_factors=True)
 INT4 = Format("int4", torch.bfloat16)  # in groups of 32, 64 or 128; scales may be float16
+# Integers of experts that multiply many rows in e4m3: the scales multiply sums, as those of FP8 do.
+W4AFP8 = INT4._replace(scales=torch.float32, columns=BLOCK)
 FORMATS = {format_.codes: format_ for format_ in (FP8, MXFP8, FP4, NVFP4, INT4)}
 
 

@@ -16,14 +16,14 @@ from dcpmla.parallel.fp8 import multiply_groups, runs_fp8
     "group_linear",
     kernel="dcpmla.parallel.kernels.group_linear:group_linear",
     fake=lambda x, weight, *_: x.new_empty(x.shape[0], weight.codes.shape[0]),
-    runs=lambda x, *_: runs_fp8(x.device) and x.dtype == torch.bfloat16,
+    runs=lambda x, *_: runs_fp8(x.device) and x.dtype in (torch.bfloat16, torch.float16),
     mutates_args=("arrivals",),
 )
 def group_linear(x: Tensor, weight: Quantized, arrivals: Tensor) -> Tensor:
     """Multiply rows [T, G K] by a weight [N, K]: each of G groups of K columns by N / G of its rows.
 
     Args:
-        x: Rows, not quantized.
+        x: Rows, not quantized; kernels take those in bfloat16 and float16.
         weight: Contiguous MXFP8, K a multiple of 128, and so is N / G with several groups; or 4 bits, K a multiple of
             32 and of the columns that share a scale, and G = 1.
         arrivals: Same as in `fp8_linear`.

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from dcpmla.parallel.collectives import named
 from dcpmla.parallel.fixed import fixed_linear, sum_in_order
-from dcpmla.parallel.formats import BLOCK, FP8, AnyWeight, Quantized, can_stack, dequantize, is_block_fp8
+from dcpmla.parallel.formats import BLOCK, AnyWeight, Quantized, can_stack, dequantize, is_block_fp8
 from dcpmla.parallel.fp8 import dequantize_blocks, fp8_linear, runs_fp8
 from dcpmla.parallel.group_linear import multiply_quantized
 from dcpmla.parallel.quantized import AnyRows, Fp8Product, NormedRows, QuantizedRows, plain
@@ -99,7 +99,7 @@ class Linear(nn.Module):
         if self.weight_scale is None:
             return F.linear(plain(x), self.weight[rows])
         start, stop, _ = rows.indices(self.out_features)
-        if self.weight_scale.dtype != FP8.scales:
+        if not is_block_fp8(Quantized(self.weight, self.weight_scale)):
             return multiply_quantized(plain(x), self._held(rows), self._arrivals)
         if start % BLOCK:  # the rows begin inside a block
             return self.product(x)[..., rows]

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, replace
 from math import prod
 
-from dcpmla.parallel.formats import BLOCK, FP8, MXFP8, Format, cut
+from dcpmla.parallel.formats import BLOCK, FP8, GROUP, MXFP8, Format, cut
 
 PARTS = ("attention", "mlp", "experts", "embedding", "head", "rest")
 _NAMED = {
@@ -103,8 +103,9 @@ class Parameter:
         rows, cols = shape[-2] // (pieces if self._dim == -2 else 1), shape[-1] // (pieces if self._dim == -1 else 1)
         if self.format == MXFP8:
             return self.format if cols % BLOCK == 0 else None  # each row has its own scales
-        if self.format.is_packed:
-            return self.format.cut_at(cols, self.shape[-1])
+        if self.format.is_packed:  # an expert's three matrices are held alike, and `down` has a column for each row
+            is_whole = not (self.is_expert and rows % GROUP)
+            return self.format.cut_at(cols, self.shape[-1]) if is_whole else None
         sizes = [cols]
         if self.is_expert or self.name.endswith(("gate_proj.weight", "up_proj.weight")):
             sizes.append(rows)
@@ -115,6 +116,10 @@ class Parameter:
     def stays_quantized(self, tensor_parallel_size: int, expert_parallel: bool = False) -> bool:
         """Return whether the ranks hold codes."""
         return self.held_format(tensor_parallel_size, expert_parallel) is not None
+
+    def is_cut_apart(self, tensor_parallel_size: int, expert_parallel: bool = False) -> bool:
+        """Return whether the ranks hold it dequantized because the cut runs through its blocks or groups."""
+        return self.stays_quantized(1) and not self.stays_quantized(tensor_parallel_size, expert_parallel)
 
     def is_packed(self, tensor_parallel_size: int, expert_parallel: bool = False) -> bool:
         """Return whether the ranks hold codes of 4 bits."""

@@ -61,10 +61,7 @@ class ModelSize:
 
     def cuts_blocks(self, tensor_parallel_size: int, expert_parallel: bool = False) -> bool:
         """Return whether a cut runs through blocks of quantized weights, which the ranks then hold dequantized."""
-        return any(
-            parameter.stays_quantized(1) and not parameter.stays_quantized(tensor_parallel_size, expert_parallel)
-            for parameter in self.parameters
-        )
+        return any(parameter.is_cut_apart(tensor_parallel_size, expert_parallel) for parameter in self.parameters)
 
     def _check_experts(self, tensor_parallel_size: int, expert_parallel: bool) -> None:
         for parameter in self.parameters:

@@ -21,6 +21,7 @@ from dcpmla.runtime.speculation import Speculation
 
 _log = logging.getLogger(__name__)
 _PREFILL, _DRAFTED, _GREEDY = (SamplingParams(max_new_tokens=num, ignore_eos=True) for num in (1, 3, 8))
+_SCORED, _SCORED_TOKENS = SamplingParams(max_new_tokens=1, ignore_eos=True, prompt_logprobs=0), 1024
 _DRAWN = SamplingParams(
     max_new_tokens=8,
     ignore_eos=True,
@@ -123,6 +124,9 @@ def _rounds(engine: Engine, longest: int) -> list[tuple[list[list[int]], Samplin
     size = min(longest, budget + budget // 2)
     prompts = [rng.choices(vocabulary, k=size) for _ in range(budget // size + 2)]
     rounds += [(prompts, _GREEDY), ([prompt[:64] for prompt in prompts], _DRAWN)]
+    if engine.dcp.deterministic:  # the head has a tile for each number of rows, and prompts' logprobs many rows
+        sizes = warm_up_sizes(min(longest, budget, _SCORED_TOKENS))
+        rounds += [([rng.choices(vocabulary, k=size)], _SCORED) for size in sizes]
     if engine.speculation.drafter.num_speculative_tokens:
         counts = warm_up_sizes(min(engine.scheduler.max_num_seqs, budget, engine.allocator.num_blocks // 2))
         rounds += [([[0]] * count, _DRAFTED) for count in counts]

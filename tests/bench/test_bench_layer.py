@@ -238,6 +238,7 @@ def test_geometries_are_the_published_ones() -> None:
     """By the parameters of their checkpoints, in billions."""
     billions = {
         "deepseek-v3": 671,
+        "deepseek-v3.2": 671.9,  # with indexers
         "kimi-k2": 1026,
         "v2-lite": 15.7,
         "deepseek-v4-flash": 284.3,

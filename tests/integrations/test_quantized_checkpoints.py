@@ -1,6 +1,7 @@
 """Weights in 8 and 4 bits as they are published: the values read from them equal their dequantized twins."""
 
 import json
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,25 @@ from torch import Tensor
 
 from dcpmla import DCPConfig, MLAAttention
 from dcpmla.attention.output.rows import quant_for
-from dcpmla.hf_quantization import check_quantization, scale_blocks
+from dcpmla.hf_quantization import check_quantization
 from dcpmla.integrations.checkpoint import Checkpoint
 from dcpmla.integrations.families.family import Family
 from dcpmla.integrations.families.table import find_family
 from dcpmla.integrations.quantization import StoredTensor
-from dcpmla.parallel.formats import Quantized, dequantize, format_name, from_e8m0, is_block_fp8
+from dcpmla.model.moe import MoE
+from dcpmla.parallel.formats import (
+    INT4,
+    W4AFP8,
+    Format,
+    Quantized,
+    dequantize,
+    format_name,
+    format_of,
+    from_e8m0,
+    is_block_fp8,
+)
 from dcpmla.parallel.linear import Weight, read_linear, read_weight
+from tests.planning.test_plan_truth import check as check_bytes
 from tests.support.packers import pack_int4
 from tests.support.quantized_models import SCHEMES, quantize, save_wide, write_dequantized, write_quantized
 from tests.support.ranks import run_ranks
@@ -38,7 +51,7 @@ KEPT = (
 def open_checkpoint(directory: Path) -> Checkpoint:
     config = json.loads((directory / "config.json").read_text())
     rename = partial(find_family(config["model_type"]).module_name, num_layers=config["num_hidden_layers"])
-    return Checkpoint(directory, scale_blocks(config.get("quantization_config")), rename)
+    return Checkpoint(directory, config.get("quantization_config"), rename)
 
 
 def make_pair(source: Path, directory: Path, scheme: str) -> tuple[dict[str, Weight], dict[str, Tensor]]:
@@ -71,7 +84,7 @@ def test_what_is_read_is_what_the_twin_holds(scheme: str, v32: Path, tmp_path: P
             whole = read_linear(weights, name, (shape[0], shape[1]))
             assert torch.equal(dequantize(whole, torch.float32), values)
             kinds |= {format_name(whole)} if not isinstance(weights[name], StoredTensor) else set()
-    assert kinds == ({"int4", "fp8"} if scheme in ("mixed", "w4afp8") else {KEPT.get(scheme, "plain")})
+    assert kinds == ({"int4", "fp8"} if scheme in ("mixed", "w4a8", "w4afp8") else {KEPT.get(scheme, "plain")})
 
 
 KV_A = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
@@ -124,7 +137,7 @@ def test_rows_with_scales_of_their_own(tmp_path: Path) -> None:
     exponents = scales.to(torch.float8_e8m0fnu)
     exponents.view(torch.uint8)[60, 1] = 255
     save_file({"a.weight": codes, "a.weight_scale_inv": exponents}, tmp_path / "model.safetensors")
-    weights = Checkpoint(tmp_path, ((32, 32),)).weights("")
+    weights = Checkpoint(tmp_path, {"quant_method": "fp8", "weight_block_size": [32, 32]}).weights("")
     part = read_linear(weights, "a.weight", (70, 64), slice(3, 50))
     assert isinstance(part, Quantized)
     assert torch.equal(part.codes.float(), codes[3:50].float())
@@ -215,3 +228,52 @@ def test_integers_with_scales_of_another_dtype_are_read_as_values(tmp_path: Path
         Checkpoint(tmp_path, rename=partial(Family().module_name, num_layers=4)).weights(""), "w.weight", (2, 64)
     )
     assert torch.equal(part, -8 * tensors["w.weight_scale"].repeat_interleave(32, 1))
+
+
+def formats_on_rank(directory: Path, tp_size: int, load_format: str = "auto") -> list[tuple[Format | None, ...]]:
+    """On one rank: formats of the gate and up, and of the down projections of routed experts."""
+    dcp = DCPConfig(tensor_parallel_size=tp_size, decode_context_parallel_size=tp_size, block_size=4)
+    model, _ = load_on_rank(directory, dcp, load_format=load_format)
+    layers = [module for module in model.hidden_states.modules() if isinstance(module, MoE)]
+    return [tuple(map(format_of, layer.experts)) for layer in layers]
+
+
+@pytest.mark.parametrize(("scheme", "takes_fp8"), [("mixed", False), ("w4a8", True), ("w4afp8", True)])
+def test_experts_that_are_made_for_rows_in_fp8(scheme: str, takes_fp8: bool, v32: Path, tmp_path: Path) -> None:
+    """They have float32 scales, as long as a rank has whole groups of 128: one of four has 64 columns."""
+    write_quantized(v32, tmp_path, scheme)
+    whole, halves = W4AFP8 if takes_fp8 else INT4._replace(columns=128), INT4._replace(columns=64)
+    for tp_size, down in ((2, whole), (4, halves)):
+        for load_format in ("auto", "dummy"):
+            (first, *_) = run_ranks(tp_size, formats_on_rank, tmp_path, tp_size, load_format)
+            assert set(first) == {(whole, down)}
+
+
+def warnings_on_rank(directory: Path, enable_expert_parallel: bool) -> list[str]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dcpmla").addHandler(handler)
+    dcp = DCPConfig(tensor_parallel_size=2, decode_context_parallel_size=2, block_size=4)
+    model, _ = load_on_rank(directory, dcp, enable_expert_parallel=enable_expert_parallel)
+    experts = [weight for moe in model.hidden_states.modules() if isinstance(moe, MoE) for weight in moe.experts]
+    # The last expert is shared, and is not stored in 4 bits.
+    num_bytes = sum(weight[:-1].nbytes for weight in experts if isinstance(weight, Tensor))
+    return [f"{num_bytes:,} bytes", *messages]
+
+
+@pytest.mark.parametrize("enable_expert_parallel", [False, True])
+def test_cuts_through_groups_are_warned_of(enable_expert_parallel: bool, tmp_path: Path) -> None:
+    """Of experts with 96 columns in groups of 32 each of two ranks has 48, as long as none has whole experts."""
+    save_wide("deepseek_v3", tmp_path / "wide", moe_intermediate_size=96)
+    write_quantized(tmp_path / "wide", tmp_path / "int4", "int4")
+    of_first, of_second = run_ranks(2, warnings_on_rank, tmp_path / "int4", enable_expert_parallel)
+    check_bytes([tmp_path / "int4"], 2)
+    assert of_second[1:] == []
+    if enable_expert_parallel:
+        assert of_first == ["0 bytes"]
+        return
+    num_bytes, message = of_first
+    assert message.startswith("tensor_parallel_size (-tp) 2 cuts through blocks or groups of quantized weights (model")
+    assert "(model.layers.*.mlp.experts.down_proj, model.layers.*.mlp.experts.gate_up_proj)" in message
+    assert f"in {num_bytes};" in message

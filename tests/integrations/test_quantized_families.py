@@ -80,7 +80,7 @@ def check(results: list[Any], reference: Any) -> None:
     oracle = Oracle(reference)
     for generated, *_ in results:
         for tokens, logits in generated:
-            oracle.check(tokens[:-NUM_NEW], tokens[-NUM_NEW:], logits, atol=2e-4)
+            oracle.check(tokens[:-NUM_NEW], tokens[-NUM_NEW:], logits)
 
 
 def check_pair(family: str, scheme: str, directory: Path, *options: Any) -> list[Any]:

@@ -12,9 +12,13 @@ from dcpmla.cache.formats import FP8
 from tests.attention.test_decode_compile import assert_mbarriers_are_apart, compile_for_hopper
 from tests.support.kernels import on_both, run_kernels
 
-DTYPES = {"bf16": torch.bfloat16, "fp8e4nv": FP8} | dict.fromkeys(("u8", "int4", "nvfp4", "zeros"), torch.uint8)
+DTYPES = {"bf16": torch.bfloat16, "fp8e4nv": FP8} | dict.fromkeys(
+    ("u8", "int4", "nvfp4", "zeros", "w4afp8"), torch.uint8
+)
 # Types of scales in 4 bits, and their columns.
 GROUPS = {"u8": ("u8", 32), "int4": ("bf16", 32), "nvfp4": ("fp8e4nv", 16), "zeros": ("fp16", 128)}
+GROUPS["w4afp8"] = ("fp32", 128)
+_IN_E4M3 = ("fp8e4nv", "w4afp8")
 
 
 def check_blocks(device: str) -> None:
@@ -107,7 +111,7 @@ def compile_product(
     is_packed = DTYPES[weights] == torch.uint8
     parts, depth = (1 + gated, tile.depth // 2) if is_packed else (1 + tile.is_stacked, tile.depth)
     types = {
-        "x_ptr": "*bf16" if weights != "fp8e4nv" else "*fp8e4nv",
+        "x_ptr": "*fp8e4nv" if weights in _IN_E4M3 else "*bf16",
         "x_scales_ptr": "*fp32",
         "w_desc": f"tensordesc<{'u8' if is_packed else weights}[1, {parts}, {tile.columns}, {depth}]>",
         "w_scales_ptr": "*fp32",
@@ -124,7 +128,7 @@ def compile_product(
     constants["NUM_SUMMED"] = num_summed
     constants |= {"STAGES": tile.num_stages} | ({"GROUP": GROUPS[weights][1]} if is_packed else {"GATED": gated})
     left_out = [(few, "routes_ptr"), (not gated, "expert_weights_ptr"), (weights == "bf16", "w_scales_ptr")]
-    left_out += [(weights == "bf16", "x_scales_ptr"), (is_packed and weights != "zeros", "zeros_ptr")]
+    left_out += [(weights not in _IN_E4M3, "x_scales_ptr"), (is_packed and weights != "zeros", "zeros_ptr")]
     left_out.append((is_packed and weights != "nvfp4", "factors_ptr"))
     constants |= {name: None for is_left_out, name in left_out if is_left_out}
     kernel = packed_product_kernel if is_packed else grouped_product_kernel
@@ -132,9 +136,33 @@ def compile_product(
     return compile_for_hopper(kernel, ASTSource, types, constants, **options)
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_product_of_integers_by_rows_in_e4m3_compiles(gated: bool) -> None:
+    """The left side goes from shared memory to the tensor cores through registers that no other thread needs."""
+    from dcpmla.model.kernels.experts import _IN_FP8
+
+    tile = _IN_FP8.gate_up if gated else _IN_FP8.down
+    ptx, said = compile_product("w4afp8", tile, False, gated, 1, enable_fp_fusion=True)
+    loop = ptx[ptx.index("Inner Loop Header") : ptx.rindex("wgmma.wait_group")]
+    assert set(re.findall(r"wgmma.mma_async\S*", ptx)) == {"wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3"}
+    assert len(re.findall(r"\}, \{(?:%r\d+, ?){3}%r\d+\}, %rd\d+,", loop)) == 4  # the left side's registers
+    assert "shfl" not in loop
+    assert len(re.findall(r"st\.shared", loop)) <= 1  # of scales; converted weights would take 16
+    assert "0 bytes spill stores" in said
+    assert "wgmma.mma_async instructions are serialized" not in said
+
+
 @pytest.mark.parametrize(
     ("weights", "gated"),
-    [("bf16", True), ("fp8e4nv", True), ("fp8e4nv", False), ("fp4", True), ("int4", False), ("zeros", True)],
+    [
+        ("bf16", True),
+        ("fp8e4nv", True),
+        ("fp8e4nv", False),
+        ("fp4", True),
+        ("int4", False),
+        ("zeros", True),
+        ("w4afp8", True),  # beside a down projection in smaller groups
+    ],
 )
 def test_the_product_of_many_rows_compiles(weights: str, gated: bool) -> None:
     ptx, said = compile_product_of_many_rows(weights, gated, enable_fp_fusion=True)
@@ -153,7 +181,7 @@ def compile_product_of_many_rows(weights: str, gated: bool, enable_fp_fusion: bo
 
     from dcpmla.model.hopper.product import grouped_product_kernel
 
-    is_packed, is_fp8 = weights in ("fp4", "int4", "zeros"), weights == "fp8e4nv"
+    is_packed, is_fp8 = weights in ("fp4", "int4", "zeros", "w4afp8"), weights == "fp8e4nv"
     dtype, width, swizzle = ("i32", 8, 32) if is_packed else (weights, 128 if is_fp8 else 64, 128)
     bits = 8 * swizzle // width
     layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=2)
@@ -170,7 +198,8 @@ def compile_product_of_many_rows(weights: str, gated: bool, enable_fp_fusion: bo
         "out_ptr": "*fp8e4nv" if is_fp8 and gated else "*bf16",
         "out_scales_ptr": "*fp32",
     }
-    constants: dict[str, Any] = {"GATED": gated, "DTYPE": gl.bfloat16, "SCALE_STEPS": 2 if weights == "zeros" else 1}
+    constants: dict[str, Any] = {"GATED": gated, "DTYPE": gl.bfloat16, "SCALE_STEPS": 1}
+    constants |= {"SCALE_STEPS": 2} if weights in ("zeros", "w4afp8") else {}
     constants |= {} if weights == "zeros" else {"w_zeros_ptr": None}
     constants |= constants_of(weights, gated)
     constants |= {"x_scales_stride_row": 1} if is_fp8 else {"x_scales_ptr": None}

@@ -24,6 +24,7 @@ from dcpmla.parallel.formats import Quantized
 from dcpmla.parallel.fp8 import fp8_linear, quantize_rows
 from dcpmla.parallel.linear import Linear, RowParallelLinear, shard
 from dcpmla.parallel.quantized import Fp8Product
+from dcpmla.runtime.graph_sizes import warm_up_sizes
 from tests.parallel.test_fp8_linear import blocks, exact, quantized
 from tests.support.kernels import run_kernels
 from tests.support.ranks import run_ranks
@@ -327,6 +328,16 @@ def test_rows_on_a_gpu(dtype: torch.dtype) -> None:
         assert_rows_apart(lambda x: fp8_linear(Fp8Product(x, None, *codes[:2], arrivals, x.dtype, True)), x)  # noqa: B023
     check_layers("cuda", dtype)
     check_heads("cuda", dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)
+@pytest.mark.parametrize(("num_rows", "width"), [(2112, 7168), (7168, 2048), (129280, 7168), (576, 2048)])
+def test_a_warm_up_compiles_every_tile(num_rows: int, width: int, dtype: torch.dtype) -> None:
+    from dcpmla.parallel.kernels.fixed import choose_tile
+
+    for largest in (2048, 5000):
+        known = {choose_tile(size, num_rows, width, dtype) for size in warm_up_sizes(largest)}
+        assert {choose_tile(size, num_rows, width, dtype) for size in range(1, largest + 1)} <= known
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8e4nv"])

@@ -138,30 +138,32 @@ def test_the_operator_on_a_gpu() -> None:
 
 
 def compile_product(
-    kernel: Any, tiles: dict[str, str], num_tokens: int, others: dict[str, Any] | None = None, **pointers: str
+    kernel: Any,
+    tiles: dict[str, tuple[str, int]],
+    num_tokens: int,
+    others: dict[str, Any] | None = None,
+    **pointers: str,
 ) -> str:
     """Compile a product by a weight of DeepSeek-V3's size; return its PTX.
 
     Args:
-        tiles: Types of the rows that a descriptor loads.
+        tiles: Types of the rows that a descriptor loads, with the columns of a tile.
         others: More constants.
     """
     from triton.compiler import ASTSource
 
     from dcpmla.parallel.kernels.linear import choose_tiling
 
-    tiling = choose_tiling(num_tokens, 2112, 7168)
-    constants, names = {"SPLITS": tiling.splits, "STAGES": 4, **(others or {})}, kernel.arg_names
+    tokens, splits = choose_tiling(num_tokens, 2112, 7168)
+    constants, names = {"SPLITS": splits, "STAGES": 4, **(others or {})}, kernel.arg_names
     types = {"out_ptr": "*bf16", "arrivals_ptr": "*i32", "partials_ptr": "*fp32"} | pointers
-    sizes = {"x_desc": tiling.tokens, "weight_desc": 64}
-    types |= {
-        name: f"tensordesc<{dtype}[{sizes[name]}, {64 if dtype == 'u8' else 128}]>" for name, dtype in tiles.items()
-    }
+    sizes = {"x_desc": tokens, "weight_desc": 64}
+    types |= {name: f"tensordesc<{dtype}[{sizes[name]}, {columns}]>" for name, (dtype, columns) in tiles.items()}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     aligned = [(at,) for at, name in enumerate(names) if name.endswith(("_ptr", "columns"))]
     attributes = {at: [["tt.divisibility", 16]] for at in aligned}
     compiled = compile_source(ASTSource(kernel, signature, constants, attributes), {"num_warps": 4})
-    assert re.search(rf"wgmma.mma_async.sync.aligned.m64n{tiling.tokens}k", compiled.asm["ptx"])
+    assert re.search(rf"wgmma.mma_async.sync.aligned.m64n{tokens}k", compiled.asm["ptx"])
     assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
     assert compiled.metadata.shared <= 232_448
     return str(compiled.asm["ptx"])
@@ -171,7 +173,7 @@ def compile_product(
 def test_the_kernel_compiles_for_hopper(num_tokens: int) -> None:
     from dcpmla.parallel.kernels.linear import linear_kernel
 
-    tiles = {"x_desc": "fp8e4nv", "weight_desc": "fp8e4nv"}
+    tiles = {"x_desc": ("fp8e4nv", 128), "weight_desc": ("fp8e4nv", 128)}
     scales = {"x_scales_ptr": "*fp32", "weight_scales_ptr": "*fp32"}
     assert "k32.f32.e4m3.e4m3" in compile_product(linear_kernel, tiles, num_tokens, **scales)
 

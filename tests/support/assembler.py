@@ -1,23 +1,26 @@
 """Assembler in Triton's interpreter, which refuses it: the instructions of packed weights, on NumPy's arrays.
 
-Source: NVIDIA's PTX ISA. `lop3`'s table 0xEA is (a & b) | c.
+Source: NVIDIA's PTX ISA.
 """
 
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+import triton.language as tl
 from triton.runtime import interpreter
 
 
-def _halves(register: Any) -> torch.Tensor:
-    return torch.from_numpy(register.view(np.uint16).copy()).view(torch.bfloat16).float()
+def _arithmetic(dtype: torch.dtype, compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Any:
+    """Return an instruction on two values of a dtype in each register."""
 
+    def values(register: Any) -> torch.Tensor:
+        return torch.from_numpy(register.view(np.uint16).copy()).view(dtype).float()
 
-def _bfloat16(values: torch.Tensor) -> Any:
-    return values.bfloat16().view(torch.uint16).numpy().view(np.uint32)
+    return lambda a, b: compute(values(a), values(b)).to(dtype).view(torch.uint16).numpy().view(np.uint32)
 
 
 def _permute(a: Any, b: Any, selector: Any) -> Any:
@@ -30,8 +33,11 @@ def _permute(a: Any, b: Any, selector: Any) -> Any:
 
 
 def _logic(a: Any, b: Any, c: Any, table: Any) -> Any:
-    assert int(table[0]) == 0xEA
-    return (a & b) | c
+    result = np.zeros_like(a)
+    for bits in range(8):  # of a, b and c
+        if int(table[0]) >> bits & 1:
+            result |= (a if bits & 4 else ~a) & (b if bits & 2 else ~b) & (c if bits & 1 else ~c)
+    return result
 
 
 _INSTRUCTIONS = {
@@ -41,8 +47,12 @@ _INSTRUCTIONS = {
     "shl.b32": lambda a, b: a << b,
     "and.b32": lambda a, b: a & b,
     "mov.b32": lambda a: a,
-    "mul.rn.bf16x2": lambda a, b: _bfloat16(_halves(a) * _halves(b)),
-    "sub.rn.bf16x2": lambda a, b: _bfloat16(_halves(a) - _halves(b)),
+    "add.u32": lambda a, b: a + b,
+    "mul.lo.u32": lambda a, b: a * b,
+    "mul.rn.bf16x2": _arithmetic(torch.bfloat16, torch.mul),
+    "sub.rn.bf16x2": _arithmetic(torch.bfloat16, torch.sub),
+    "mul.rn.f16x2": _arithmetic(torch.float16, torch.mul),
+    "sub.rn.f16x2": _arithmetic(torch.float16, torch.sub),
 }
 
 
@@ -73,9 +83,15 @@ def interpret_assembler() -> None:
             inputs += [np.ascontiguousarray(words[:, number]) for number in range(words.shape[1])]
         outputs = run(text, inputs, constraints.count("="))
         each = len(outputs) // len(types)
-        results = [np.stack(outputs[each * at : each * (at + 1)], 1).view(np.uint16) for at in range(len(types))]
+        results = [
+            np.stack(outputs[each * at : each * (at + 1)], 1).view(f"u{kind.scalar.primitive_bitwidth // 8}")
+            for at, kind in enumerate(types)
+        ]
         handles = [
-            interpreter.TensorHandle(result.reshape(shape), kind.scalar)
+            # The interpreter holds bfloat16 as its bits.
+            interpreter.TensorHandle(
+                (result.view(np.float16) if kind.scalar == tl.float16 else result).reshape(shape), kind.scalar
+            )
             for result, kind in zip(results, types, strict=True)
         ]
         return SimpleNamespace(get_result=handles.__getitem__)

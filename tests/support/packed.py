@@ -4,14 +4,14 @@ import torch
 
 from dcpmla.parallel.formats import Quantized
 
-KINDS = ("fp4", "nvfp4", "int4", "int4_64", "int4_128_zeros", "int4_32_zeros")
+KINDS = ("fp4", "nvfp4", "int4", "int4_64", "int4_128_zeros", "int4_32_zeros", "w4afp8")
 
 
 def make_packed(kind: str, rows: tuple[int, ...], num_cols: int, generator: torch.Generator) -> Quantized:
     """Return weights [.., N, K] of about K^-1/2: a kind is codes, columns of a group, whether it has zero points. Those
-    with zero points have scales in float16.
+    with zero points have scales in float16, and those of w4afp8, in groups of 128, float32 ones of bfloat16's values.
     """
-    name, columns, *zeros = (*kind.split("_"), "32")[: 2 + kind.count("zeros")]
+    name, columns, *zeros = (*kind.replace("w4afp8", "w4afp8_128").split("_"), "32")[: 2 + kind.count("zeros")]
     codes = torch.randint(256, (*rows, num_cols // 2), dtype=torch.uint8, generator=generator)
     shape = *rows, num_cols // (16 if name == "nvfp4" else int(columns))
     if name == "fp4":
@@ -21,5 +21,5 @@ def make_packed(kind: str, rows: tuple[int, ...], num_cols: int, generator: torc
         factors = torch.rand(rows, generator=generator) + 0.5
         return Quantized(codes, (scales * 100).to(torch.float8_e4m3fn), None, factors / 100)
     if not zeros:
-        return Quantized(codes, scales.bfloat16())
+        return Quantized(codes, scales.bfloat16().float() if name == "w4afp8" else scales.bfloat16())
     return Quantized(codes, scales.half(), torch.randint(16, shape, dtype=torch.uint8, generator=generator))

@@ -15,8 +15,9 @@ from dcpmla.model.hopper.pipeline import BLOCK_ROWS
 from dcpmla.model.kernels.blocks import assign_blocks
 from dcpmla.model.kernels.grouped import grouped_product_kernel
 from dcpmla.model.kernels.packed import packed_product_kernel
-from dcpmla.parallel.formats import AnyWeight, Quantized
-from dcpmla.parallel.fp8 import quantize_rows
+from dcpmla.parallel.formats import W4AFP8, AnyWeight, Quantized
+from dcpmla.parallel.fp8 import quantize_rows, runs_fp8
+from dcpmla.parallel.kernels.packed import by_halves
 from dcpmla.parallel.quantized import QuantizedRows, fields, pack
 
 
@@ -45,7 +46,8 @@ class Tiling(NamedTuple):
     down: Tile
 
 
-_MANY_ROWS = 64  # average rows per expert above which Hopper GPUs use their own kernel
+# Average rows per expert above which Hopper GPUs use their own kernel, and integers in W4AFP8 multiply rows in e4m3.
+_MANY_ROWS = 64
 # Rows from which on every tile is multiplied by one kind of instruction; on Hopper, some versions of Triton multiply 8
 # rows by another one.
 _ORDERED_ROWS = 16
@@ -74,6 +76,7 @@ _TILINGS = {
         Tiling(float("inf"), Tile(128, 64, 64, 4, 4), Tile(128, 128, 64, 4, 4)),
     ),
 }
+_IN_FP8 = Tiling(float("inf"), Tile(128, 64, 128, 8, 4), Tile(128, 128, 128, 8, 4))  # of 4 bits; not measured
 
 
 def compute_experts(call: RoutedRows) -> Tensor:
@@ -85,7 +88,9 @@ def compute_experts(call: RoutedRows) -> Tensor:
     num_own, width = len(call.down), call.gate_up.shape[1] // 2
     kind = call.gate_up.dtype if call.gate_up.dtype in _FEW else torch.bfloat16
     fuses = not is_deterministic  # a compiler may fuse in one kernel's code and not in another's
-    if num_routes > _MANY_ROWS * num_experts and product.takes(x, gate_up, down):
+    is_many = num_routes > _MANY_ROWS * num_experts and not call.is_few
+    in_fp8 = is_many and _multiplies_fp8(x, gate_up, down)
+    if is_many and not in_fp8 and product.takes(x, gate_up, down):
         blocks = assign_blocks(ids, num_own, BLOCK_ROWS)
         rows: Tensor | QuantizedRows = x
         if kind == FP8:
@@ -99,16 +104,27 @@ def compute_experts(call: RoutedRows) -> Tensor:
     if call.is_few:
         tiling, experts, routes = _FEW[kind], ids, None
     else:
-        tiling = next(tiling for tiling in _TILINGS[kind] if num_routes <= tiling.max_rows * num_experts)
+        tilings = (_IN_FP8,) if in_fp8 else _TILINGS[kind]
+        tiling = next(tiling for tiling in tilings if num_routes <= tiling.max_rows * num_experts)
         experts, routes, _ = assign_blocks(ids, num_own, max(tiling.gate_up.rows, tiling.down.rows))
     _, gate_up_tile, down_tile = _widen(tiling) if is_deterministic else tiling
 
     h = x.new_empty(num_routes, width)
-    source = _by_halves(x) if kind == torch.uint8 else x if quantized is None else quantized
+    source: Tensor | QuantizedRows
+    if kind == torch.uint8:
+        source = _quantize_by_halves(x) if in_fp8 else by_halves(x)
+    else:
+        source = x if quantized is None else quantized
     _multiply(source, gate_up, h, gate_up_tile, experts, routes, top_k, fuses, expert_weights, glu)
     rows = call.new_result()
-    _multiply(h, down, rows, down_tile, experts, routes, top_k, fuses)
+    _multiply(_quantize_by_halves(h) if in_fp8 else h, down, rows, down_tile, experts, routes, top_k, fuses)
     return rows
+
+
+def _multiplies_fp8(x: Tensor, *weights: AnyWeight) -> bool:
+    """Return whether experts in 4 bits multiply many rows in e4m3: on GPUs that can, and in Triton's interpreter."""
+    fit = all(isinstance(weight, Quantized) and weight.format == W4AFP8 for weight in weights)
+    return fit and (not x.is_cuda or runs_fp8(x.device))
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
@@ -167,16 +183,17 @@ def _multiply(
         "num_warps": tile.num_warps,
         "enable_fp_fusion": fuses,
     }
+    strides = (0, 0) if x_scales is None else x_scales.stride()
     if isinstance(weight, Quantized) and weight.format.is_packed:
         options["GROUP"] = weight.format.columns
         tiles = describe(codes, [1, parts, tile.columns, depth // 2])
-        packed_product_kernel[grid](x, tiles, scales, zeros, factors, *routing, **options)
+        packed_product_kernel[grid](x, x_scales, *strides, tiles, scales, zeros, factors, *routing, **options)
     else:
         weights = describe(codes, [1, 1 + tile.is_stacked, tile.columns, depth])
-        strides = (0, 0) if x_scales is None else x_scales.stride()
         grouped_product_kernel[grid](x, x_scales, *strides, weights, scales, *routing, GATED=is_gated, **options)
 
 
-def _by_halves(x: Tensor) -> Tensor:
-    """Return rows in the column order of 4-bit products: the even columns first, then the odd ones."""
-    return x.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
+def _quantize_by_halves(x: Tensor) -> QuantizedRows:
+    """Return rows in e4m3 in the column order of 4-bit products, with the scales of their own order."""
+    codes, scales = quantize_rows(x)
+    return QuantizedRows(by_halves(codes), scales)

@@ -1,7 +1,8 @@
 """Triton kernel of a grouped product whose weights have 4 bits.
 
 The weights are the left side of a product, out^T = W x^T, so that their values stay in the registers in which they are
-dequantized (`parallel/kernels/packed.py`).
+dequantized (`parallel/kernels/packed.py`). Integers may also multiply rows in e4m3, which represents them exactly: the
+sum of each group is multiplied by both sides' scales in float32, as in block fp8.
 """
 
 import triton
@@ -9,7 +10,7 @@ import triton.language as tl
 
 from dcpmla.model.kernels.glu import activate
 from dcpmla.model.kernels.grouped import find_routes
-from dcpmla.parallel.kernels.packed import dequantize
+from dcpmla.parallel.kernels.packed import FP8_UNIT, dequantize, to_fp8
 
 
 @triton.jit
@@ -18,9 +19,12 @@ def _finish(acc):
     return tl.inline_asm_elementwise("", "=f,0", [acc], tl.float32, is_pure=True, pack=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["x_scales_stride_block"])
 def packed_product_kernel(
     x_ptr,
+    x_scales_ptr,
+    x_scales_stride_row,
+    x_scales_stride_block,
     w_desc,
     scales_ptr,
     zeros_ptr,
@@ -48,7 +52,8 @@ def packed_product_kernel(
     w_desc: uint8 [E, PARTS, WIDTH, K / 2], in tiles [1, PARTS, COLUMNS, DEPTH / 2]; two parts are gated.
     scales_ptr, zeros_ptr, factors_ptr: Scales and zero points [E, PARTS, WIDTH, K / GROUP], and factors [E, PARTS,
         WIDTH], as in `Quantized`.
-    x_ptr: Rows with the even columns first, then the odd ones; a gated result has the same order.
+    x_ptr: Rows with the even columns first, then the odd ones; a gated result has the same order, unless rows are in
+        e4m3. Those have scales for each 128 columns of their own order, as many as a group and a step of the depth.
     """
     PARTS: tl.constexpr = w_desc.block_shape[1]
     COLUMNS: tl.constexpr = w_desc.block_shape[2]
@@ -58,6 +63,7 @@ def packed_product_kernel(
     NUM_STEPS: tl.constexpr = (K + DEPTH - 1) // DEPTH
     NUM_TILES: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     SUMS: tl.constexpr = routes_ptr is None and not GATED
+    IN_FP8: tl.constexpr = x_scales_ptr is not None
     first_column = tl.program_id(0) % NUM_TILES * COLUMNS
     tile = tl.program_id(0) // NUM_TILES
     block, expert, routes = find_routes(experts_ptr, routes_ptr, tile, NUM_SUMMED, ROWS, BLOCK_ROWS)
@@ -89,9 +95,14 @@ def packed_product_kernel(
         k = at * HALF + column % HALF
         x_ptrs = x_ptr + source.to(tl.int64)[:, None] * K + (k + column // HALF * (K // 2))[None, :]
         x = tl.load(x_ptrs, mask=is_row[:, None] & (k < K // 2)[None, :], other=0.0)
-        low, high = dequantize(codes, scales, zeros)
-        w = tl.join(low, high).permute(0, 2, 1).reshape(N, DEPTH).to(x.dtype)
-        if factors_ptr is None or not SUMS:
+        low, high = to_fp8(codes) if IN_FP8 else dequantize(codes, scales, zeros, x.dtype)
+        w = tl.join(low, high).permute(0, 2, 1).reshape(N, DEPTH)
+        if IN_FP8:  # a step is a group
+            x_scales_at = source * x_scales_stride_row + at * x_scales_stride_block
+            # A sum over one column: Triton 3.6 would load a vector by each thread that multiplies by its numbers.
+            x_scales = tl.sum(tl.load(x_scales_ptr + x_scales_at[:, None], mask=is_row[:, None], other=0.0), 1)
+            acc = tl.fma(_finish(tl.dot(w, x.T)), scales * FP8_UNIT * x_scales[None, :], acc)
+        elif factors_ptr is None or not SUMS:
             acc = _finish(tl.dot(w, x.T, acc, input_precision="ieee"))
         else:  # a sum has several experts, each with factors of its own
             factors = tl.load(factors_ptr + row, mask=tl.where(is_weight, num_groups, 0) > 0, other=0.0)
@@ -106,7 +117,7 @@ def packed_product_kernel(
         acc = activate(gate, up, gate_bound, up_bound, IS_SMOOTH) * expert_weights[None, :]
     out = acc.T.to(out_ptr.dtype.element_ty)
     out_ptrs = out_ptr + (routes // NUM_SUMMED).to(tl.int64)[:, None] * WIDTH
-    if GATED:
+    if GATED and not IN_FP8:
         even, odd = out.reshape(ROWS, COLUMNS // 2, 2).split()
         pair = first_column // 2 + tl.arange(0, COLUMNS // 2)[None, :]
         mask = is_row[:, None] & (pair < WIDTH // 2)

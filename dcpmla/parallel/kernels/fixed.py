@@ -155,7 +155,13 @@ def _list_shapes(num_tokens: int, num_segments: int, dtype: torch.dtype) -> list
 
 @lru_cache(1024)
 def choose_tile(num_tokens: int, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tile:
-    """Return the tile for a product [num_tokens, num_columns] x [num_rows, num_columns]: the fastest by an estimate."""
+    """Return the tile for a product [num_tokens, num_columns] x [num_rows, num_columns]: the fastest by an estimate.
+
+    Tokens are counted up to a power of two or a number half-way between two, because a warm-up compiles kernels for
+    such numbers (`runtime.graph_sizes.warm_up_sizes`).
+    """
+    power = 1 << (num_tokens - 1).bit_length()
+    num_tokens = power if 4 * num_tokens > 3 * power else 3 * power // 4
     num_segments, is_fp8 = triton.cdiv(num_columns, segment_width(num_columns)), dtype == torch.float8_e4m3fn
 
     def count_programs(tokens: int, rows: int, is_partial: bool) -> int:

@@ -1,8 +1,10 @@
 """Triton kernels of products with weights that have scales for groups of columns: e4m3 (MXFP8), and 4 bits.
 
 `parallel/group_linear.py` specifies them. Hopper's matrix units take no such scales, so values are dequantized to
-bfloat16. With few rows the kernel does so in registers; with many rows a whole weight is dequantized into memory first.
+16 bits. With few rows the kernel does so in registers; with many rows a whole weight is dequantized into memory first.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -11,12 +13,34 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dcpmla.parallel.formats import BLOCK, GROUP, Quantized
-from dcpmla.parallel.kernels.linear import NUM_STAGES, NUM_WARPS, TILE_ROWS, choose_tiling, describe, finish_tile
-from dcpmla.parallel.kernels.packed import dequantize
+from dcpmla.parallel.kernels.linear import NUM_WARPS, TILE_ROWS, describe, finish_tile
+from dcpmla.parallel.kernels.packed import by_halves, dequantize
 
 _BLOCK = tl.constexpr(BLOCK)
 _GROUP = tl.constexpr(GROUP)
-_FEW_TOKENS = 128  # rows up to which the weight is dequantized in registers; not measured
+
+
+class Tiling(NamedTuple):
+    """A tiling of a product with few rows.
+
+    Attributes:
+        tokens: Rows of a tile.
+        stages: Stages of its pipeline.
+        programs: Maximum programs that share the columns.
+        by_halves: Whether rows come in the order of packed codes, which takes a kernel; else a tile puts them in order.
+    """
+
+    tokens: int
+    stages: int
+    programs: int
+    by_halves: bool = True
+
+
+# Measured on an H200, like the number of rows up to which the weight is dequantized in registers. A tile has room for
+# all rows, because each tile dequantizes the weight anew.
+_TILINGS = Tiling(16, 4, 640, False), Tiling(32, 3, 640), Tiling(64, 2, 640), Tiling(128, 2, 320)
+_FEW_TOKENS = _TILINGS[-1].tokens
+_LEAST_BLOCKS = 7  # blocks of columns of a part
 
 
 @triton.jit
@@ -50,6 +74,7 @@ def group_linear_kernel(
 ):
     """Multiply a tile of the weight's rows by a tile of tokens, as `linear_kernel` does.
 
+    x_desc: Rows in tiles of 128 columns; for uint8 also in tiles of 64, in the order of `by_halves`.
     weight_desc: Codes e4m3 in tiles [ROWS, 128], or uint8 in tiles [ROWS, 64].
     weight_scales_ptr, weight_zeros_ptr, weight_factors_ptr: The fields of `Quantized`, in groups of GROUP columns.
     """
@@ -69,17 +94,20 @@ def group_linear_kernel(
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     for block in tl.range(first, tl.minimum(first + part, num_blocks), num_stages=STAGES):
         codes = weight_desc.load([first_row, block * TILE_BYTES])
-        x = x_desc.load([first_token, (first_x_block + block) * _BLOCK])
+        x = x_desc.load([first_token, first_x_block * _BLOCK + block * x_desc.block_shape[1]])
         first_group = block * (_BLOCK // GROUP)
         is_scale = is_row & (first_group + group < num_groups)[None, :]
         scales, zeros = tl.load(weight_scales_ptr + scales_at + first_group, mask=is_scale, other=0.0), None
         if weight_zeros_ptr is not None:
             zeros = tl.load(weight_zeros_ptr + scales_at + first_group, mask=is_scale, other=0)
         if IS_PACKED:
-            low, high = dequantize(codes, scales, zeros)
-            even, odd = x.reshape(TOKENS, TILE_BYTES, 2).split()
-            acc = tl.dot(low.to(x.dtype), even.T, acc)
-            acc = tl.dot(high.to(x.dtype), odd.T, acc)
+            low, high = dequantize(codes, scales, zeros, x.dtype)
+            if x_desc.block_shape[1] == TILE_BYTES:
+                even, odd = x, x_desc.load([first_token, num_columns // 2 + block * TILE_BYTES])
+            else:
+                even, odd = x.reshape(TOKENS, TILE_BYTES, 2).split()
+            acc = tl.dot(low, even.T, acc)
+            acc = tl.dot(high, odd.T, acc)
         else:
             acc = tl.dot(scale_groups(codes, scales, x.dtype), x.T, acc)
     if weight_factors_ptr is not None:
@@ -110,7 +138,7 @@ def dequantize_groups_kernel(
     else:
         if zeros_ptr is not None:
             zeros = tl.load(zeros_ptr + group, mask=is_group, other=0)
-        low, high = dequantize(codes, scales, zeros)
+        low, high = dequantize(codes, scales, zeros, out_ptr.dtype.element_ty)
         values = tl.join(low, high).reshape(GROUPS, GROUP)
     if factors_ptr is not None:
         values = values.to(tl.float32) * tl.load(factors_ptr + group // groups_per_row, mask=is_group, other=0)
@@ -137,11 +165,16 @@ def multiply(x: Tensor, weight: Quantized, arrivals: Tensor) -> Tensor:
     out = x.new_empty(num_tokens, num_rows)
     if num_tokens == 0:
         return out
-    tokens, splits = choose_tiling(num_tokens, num_rows, width)
+    tokens, stages, programs, is_ordered = next((each for each in _TILINGS if num_tokens <= each.tokens), _TILINGS[-1])
+    is_ordered &= held.is_packed
+    num_tiles, splits = triton.cdiv(num_tokens, tokens) * triton.cdiv(num_rows, TILE_ROWS), 1
+    # The counters of arrivals are enough for one tile of tokens.
+    while num_tokens <= tokens and 2 * splits * _LEAST_BLOCKS <= width // BLOCK and 2 * splits * num_tiles <= programs:
+        splits *= 2
     grid = triton.cdiv(num_tokens, tokens), triton.cdiv(num_rows, TILE_ROWS), splits
-    num_partials = grid[0] * grid[1] * splits * TILE_ROWS * tokens if splits > 1 else 0
+    num_partials = num_tiles * splits * TILE_ROWS * tokens if splits > 1 else 0
     group_linear_kernel[grid](
-        describe(x.contiguous(), tokens),
+        describe(by_halves(x) if is_ordered else x.contiguous(), tokens, BLOCK // (1 + is_ordered)),
         describe(weight.codes, TILE_ROWS, BLOCK // (1 + held.is_packed)),
         *weight[1:],
         out,
@@ -153,7 +186,7 @@ def multiply(x: Tensor, weight: Quantized, arrivals: Tensor) -> Tensor:
         num_rows * width // x.shape[1],
         GROUP=held.columns,
         SPLITS=splits,
-        STAGES=NUM_STAGES,
+        STAGES=stages,
         num_warps=NUM_WARPS,
     )
     return out
