@@ -167,7 +167,7 @@ class RowEngines:
             dtype="float32",
             kv_cache_memory_bytes=cache_bytes,
             max_num_seqs=4,
-            max_num_batched_tokens=16 if row.has("short steps") else 48,
+            max_num_batched_tokens=24 if row.has("short steps") else 48,
             enable_prefix_caching=not row.has("no reuse"),
             enforce_eager=row.has("eager"),
             **self.drafts,

@@ -2,9 +2,10 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -84,29 +85,52 @@ def serve_heads(
     return outcomes
 
 
-@pytest.mark.parametrize(
-    ("tp", "dcp_size", "interleave", "deterministic"),
-    [(1, 1, 1, False), (2, 2, 1, False), (2, 1, 1, False), (4, 4, 2, False), (4, 2, 1, False), (2, 2, 64, True)],
-)
+class Heads(NamedTuple):
+    """A saved model, its oracle, and heads beside it: folders and, by the tokens before, drafts by the formula."""
+
+    model: Path
+    oracle: Oracle
+    folders: dict[str, Path]
+    drafts: dict[str, Callable[..., list[int]]]
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> Heads:
+    base, folder = base_model(), tmp_path_factory.mktemp("heads")
+    base.save_pretrained(folder / "model")
+    plain = {name: PlainEagle3(base, inputs, **fields) for name, (inputs, fields) in HEADS.items()}
+    folders = {name: head.save(folder / name, has_embedding=name == "as published") for name, head in plain.items()}
+    # Layouts ask for drafts after the same tokens.
+    drafts = {name: cache(lambda *known, head=head: head.drafts([*known], NUM_DRAFTS)) for name, head in plain.items()}
+    return Heads(folder / "model", Oracle(base), folders, drafts)
+
+
+# TP, DCP, interleave, whether it is deterministic, and heads: each on one rank, and each way to share its rows.
+LAYOUTS: list[tuple[int, int, int, bool, tuple[str, ...]]] = [
+    (1, 1, 1, False, tuple(HEADS)),
+    (2, 2, 1, False, ("no q_lora", "MHA", "GQA")),
+    (2, 1, 1, False, ("EAGLE 3.1", "one head of keys", "YaRN")),
+    (4, 4, 2, False, ("as published", "MHA", "one head of keys")),
+    (4, 2, 1, False, ("EAGLE 3.1", "GQA", "one head of keys", "YaRN")),
+    (2, 2, 64, True, ("as published", "GQA")),
+]
+
+
+@pytest.mark.parametrize(("tp", "dcp_size", "interleave", "deterministic", "names"), LAYOUTS)
 def test_drafts_are_those_of_the_formula(
-    tp: int, dcp_size: int, interleave: int, deterministic: bool, tmp_path: Path
+    tp: int, dcp_size: int, interleave: int, deterministic: bool, names: tuple[str, ...], heads: Heads
 ) -> None:
-    base = base_model()
-    model = tmp_path / "model"
-    base.save_pretrained(model)
-    heads = {name: PlainEagle3(base, inputs, **fields) for name, (inputs, fields) in HEADS.items()}
-    folders = [head.save(tmp_path / name, has_embedding=name == "as published") for name, head in heads.items()]
-    directories = [(model, folder) for folder in folders]
+    directories = [(heads.model, heads.folders[name]) for name in names]
     ranks = run_ranks(tp, serve_heads, directories, tp, dcp_size, interleave, deterministic)
     assert all(outcome == ranks[0] for outcome in ranks[1:])
-    for (name, head), (tokens, record, _) in zip(heads.items(), ranks[0], strict=True):
+    for name, (tokens, record, _) in zip(names, ranks[0], strict=True):
         turns = [*PROMPTS, *([*prompt, *new, *MORE] for prompt, new in zip(PROMPTS, tokens[:3], strict=True))]
         for prompt, new in zip(turns, tokens, strict=True):
-            Oracle(base).check_tokens(prompt, new, name)
+            heads.oracle.check_tokens(prompt, new, name)
         assert len(record) > 16
         assert {len(drafts) for _, drafts in record} == {1, 2, 3}
         for known, drafts in record:
-            assert drafts == head.drafts(known, len(drafts)), (name, len(known))
+            assert drafts == heads.drafts[name](*known)[: len(drafts)], (name, len(known))
 
 
 IDS = {IDS_NAME: [2, 1]}
@@ -125,8 +149,11 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("is_dense", [False, True])
-@pytest.mark.parametrize(("family", "rows"), [(family, rows) for family, _, rows in by_ranks(ROWS)])
+KINDS = {"deepseek_v32": [True], "kimi_linear": [True], "longcat_flash": [False], "mistral4": [True]}  # else both
+CASES = [(family, rows, kind) for family, _, rows in by_ranks(ROWS) for kind in KINDS.get(family, [False, True])]
+
+
+@pytest.mark.parametrize(("family", "rows", "is_dense"), CASES)
 def test_every_feature(family: str, rows: list[Row], is_dense: bool, tmp_path: Path) -> None:
     """Drafts are the two tokens that answers have, so that some are right by chance."""
     if any(row.has("grammar") for row in rows):

@@ -116,10 +116,11 @@ def test_drafts_are_those_of_the_module(
     directories = [module.save(tmp_path / name) for module, name in zip(modules, names, strict=True)]
     ranks = run_ranks(tp, serve_families, directories, tp, dcp_size, num_drafts, deterministic)
     assert all(outcome == ranks[0] for outcome in ranks[1:])
+    oracles = [Oracle(module.base) for module in modules]
     for index, (tokens, record) in enumerate(ranks[0]):
         module, name = modules[index // 2], names[index // 2]
         for prompt, new in zip(PROMPTS, tokens, strict=True):
-            Oracle(module.base).check_tokens(prompt, new, name)
+            oracles[index // 2].check_tokens(prompt, new, name)
         assert len(record) > 10
         checked = record[:: max(1, len(record) // 6)]
         if name in HYBRIDS:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.servers import KEY, MAX_MODEL_LEN, RunningServer, read_events
 
-LONG = "amber-ant 123; " * 650  # of 3 tokens each, which leaves a small part of the room
+LONG = "amber-ant 123; " * 670  # of 3 tokens each, which leaves a small part of the room
 FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
     "/v1/completions": ("max_tokens", {"prompt": LONG}),
     "/v1/chat/completions": ("max_completion_tokens", {"messages": [{"role": "user", "content": LONG}]}),

@@ -45,6 +45,10 @@ LACKING = {
     family: {level for name, level in REFUSED if name == family} | (set() if family in WITH_MODULE else {"mtp"})
     for family in ALL
 }
+# Families with the same layer of attention, which reads owners of tokens from its step: each has DCP in one of both
+# layouts, and all of them together have both with every other level.
+PLAIN = ("deepseek_v2", "deepseek_v2_no_q_lora", "deepseek_v3", "deepseek_v3_neox", "youtu", "axk1", "minicpm3")
+PLAIN += ("mistral4", "glm4_moe_lite", "sarvam_mla", "longcat_flash")
 Pair = frozenset[str]
 
 
@@ -82,7 +86,14 @@ class Row(NamedTuple):
     @property
     def pairs(self) -> set[Pair]:
         """Return all pairs of the family and the levels."""
-        return set(map(frozenset, itertools.combinations((self.family, *self.levels), 2)))
+        of_levels = set(map(frozenset, itertools.combinations(self.levels, 2)))
+        return of_levels | {_pair_of(self.family, level) for level in self.levels}
+
+
+def _pair_of(family: str, level: str) -> Pair:
+    """Return the pair of a family and a level: for PLAIN ones both layouts of DCP are one level."""
+    is_dcp = level.startswith("dcp 2") and family in PLAIN
+    return Pair((family, "dcp 2" if is_dcp else level))
 
 
 def is_allowed(row: Row) -> bool:
@@ -99,16 +110,18 @@ def is_allowed(row: Row) -> bool:
 
 
 def covering_array(seed: int = 0) -> list[Row]:
-    """Return rows that have every allowed pair of a family and a level, and of levels of two factors.
+    """Return rows that have every allowed pair of a family and a level (PLAIN), and of levels of two factors.
 
-    Rows are chosen greedily, the best of some random ones that contain a pair which no row has yet.
+    Rows are chosen greedily, the best of some random ones that contain a pair which no row has yet: of those with as
+    many new pairs one on a single rank.
     """
     rng = random.Random(seed)
     missing = possible_pairs()
     rows: list[Row] = []
     while missing:
         wanted = frozenset(rng.choice(sorted(map(sorted, missing))))
-        best = max((_draw(rng, wanted) for _ in range(_NUM_TRIES)), key=lambda row: len(row.pairs & missing))
+        drawn = [_draw(rng, wanted) for _ in range(_NUM_TRIES)]
+        best = max(drawn, key=lambda row: (len(row.pairs & missing), -row.num_ranks))
         rows.append(best)
         missing -= best.pairs
     return sorted(rows)
@@ -122,7 +135,7 @@ def possible_pairs() -> frozenset[Pair]:
         return is_allowed(_fill(family, levels, lambda all_levels: all_levels[0]))
 
     names = [(factor, level) for factor, levels in FACTORS.items() for level in levels]
-    found = {Pair((family, level)) for family in ALL for _, level in names if exists(family, (level,))}
+    found = {_pair_of(family, level) for family in ALL for _, level in names if exists(family, (level,))}
     for (factor, one), (other, two) in itertools.combinations(names, 2):
         if factor != other and any(exists(family, (one, two)) for family in ALL):
             found.add(Pair((one, two)))

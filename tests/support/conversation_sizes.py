@@ -9,7 +9,7 @@ from tests.support.combinations import Row
 NUM_DRAFTS = 3  # of a request in a step, with drafts
 NEW_OF_TURNS = 8  # new tokens of second turns
 MORE_OF_TURNS = (3, 24, 25, 26)  # tokens that second turns add to the first ones
-_LAG = 12  # steps within which three prompts begin, 16 tokens each step
+_LAG = 12  # steps within which three prompts begin, 24 tokens each step
 _EARLY = (16, 8, 0)  # new tokens that the first ones may have by then
 
 
@@ -36,7 +36,7 @@ def conversation_sizes(row: Row, block_tokens: int) -> ConversationSizes:
     if row.has("preemption"):
         return _scarce(_scarce_prompts(block_tokens), block_tokens, has_drafts=not row.has("no drafts"))
     prompts = (58, 63, 60, 1)
-    num_new = 12 if row.has("no drafts") else 20  # Tokens repeat, so that drafts begin and are accepted.
+    num_new = 10 if row.has("no drafts") else 20  # Tokens repeat, so that drafts begin and are accepted.
     if row.has("deterministic"):
         prompts = (block_tokens - 12, block_tokens - 11, block_tokens - 13, 1)
     num_blocks = sum(_num_blocks(each, block_tokens) for each in _lengths(prompts, num_new))

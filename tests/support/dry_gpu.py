@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import pytest
 import torch
@@ -36,24 +36,37 @@ _aten = torch.ops.aten
 _READS = (_aten.item.default, _aten._local_scalar_dense.default, _aten.is_nonzero.default)
 Key = tuple[tuple[str, str], ...]
 _done: list[Any] = []  # work of a collective of the host
-_known: dict[Any, list[Any]] = {}  # sizes and dtypes of results that are no views, by the operator and its arguments
+_known: dict[Any, Any] = {}  # results by the operator and the sizes of its arguments, as `_results_of` returns them
+
+
+class _Sizes(NamedTuple):
+    """Shape, strides, offset and dtype of a tensor."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        """Return the sizes of a tensor."""
+        return cls(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
 
 
 class PaperTensor(Tensor):
-    """A tensor of the GPU: its sizes are those of a meta tensor.
+    """A tensor of the GPU.
 
     Attributes:
         number: Number that it was made from on the host, if it has one element; None for others.
     """
 
-    meta: Tensor
     number: float | None
 
     @staticmethod
-    def __new__(cls, meta: Tensor, number: float | None = None) -> "PaperTensor":
-        sizes = meta.shape, meta.stride(), meta.storage_offset()
-        made: PaperTensor = Tensor._make_wrapper_subclass(cls, *sizes, dtype=meta.dtype, device=GPU)
-        made.meta, made.number = meta, number
+    def __new__(cls, sizes: _Sizes, number: float | None = None) -> "PaperTensor":
+        shape, stride, offset, dtype = sizes
+        made: PaperTensor = Tensor._make_wrapper_subclass(cls, shape, stride, offset, dtype=dtype, device=GPU)
+        made.number = number
         return made
 
     @classmethod
@@ -70,7 +83,7 @@ class PaperTensor(Tensor):
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an operator on the meta tensors of its arguments."""
+    """Run an operator: find the sizes of its results, which follow from its arguments."""
     if func in _READS:
         number = args[0].number
         return torch.zeros((), dtype=args[0].dtype).item() if number is None else number
@@ -80,70 +93,78 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return args[0].zero_()
     if func.namespace == "c10d":
         return _communicate(func, args)
-    papers: dict[int, PaperTensor] = {}
-    hosts: list[Tensor] = []
+    tensors: list[Tensor] = []
+    try:
+        key = func, _key_of(args, tensors), _key_of(tuple(kwargs.items()), tensors)
+        results = _known.get(key)
+    except TypeError:  # an argument without a hash
+        key, results = None, None
+    if results is None:
+        results = _results_of(func, args, kwargs)
+        if key is not None:
+            _known[key] = results
+    device = args[1] if func is _aten.to.device else kwargs.get("device")
+    is_read = device is not None and torch.device(device).type == "cpu"
+    number = None
+    if tensors and tensors[0].numel() == 1 and not any(type(each) is PaperTensor for each in tensors):
+        number = tensors[0].item()
+
+    def made(result: Any) -> Any:
+        if type(result) is int:
+            return tensors[result]
+        if type(result) is _Sizes:
+            shape, stride, _, dtype = result
+            return torch.empty_strided(shape, stride, dtype=dtype).zero_() if is_read else PaperTensor(result, number)
+        return _mapped(made, result)
+
+    return made(results)
+
+
+def _results_of(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return what an operator returns: sizes in the place of a tensor; if that is an argument, its number among those
+    that are tensors.
+    """
+    numbers: dict[int, int] = {}
+    metas: list[Tensor] = []
 
     def to_meta(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return _mapped(to_meta, value)
+        size = sum((length - 1) * stride for length, stride in zip(value.shape, value.stride(), strict=True))
+        memory = torch.empty(max(0, size) + value.storage_offset() + 1, dtype=value.dtype, device=_META)
+        metas.append(memory.as_strided(value.shape, value.stride(), value.storage_offset()))
         if isinstance(value, PaperTensor):
-            papers[id(value.meta)] = value
-            return value.meta
-        if isinstance(value, Tensor):
-            hosts.append(value)
-            return value.to(_META)
-        return _mapped(to_meta, value)
+            numbers[id(metas[-1])] = len(metas) - 1
+        return metas[-1]
 
-    device, number = kwargs.get("device"), None
+    def to_sizes(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return numbers[id(value)] if id(value) in numbers else _Sizes.of(value)
+        return _mapped(to_sizes, value)
+
     inner = [to_meta(value) for value in args]
     others = {name: to_meta(value) for name, value in kwargs.items() if name != "pin_memory"}
     if "generator" in others:
         others["generator"] = None
-    if device is not None:
+    if kwargs.get("device") is not None:
         others["device"] = _META
     if func is _aten.to.device:
-        device, inner[1] = args[1], _META
-    is_read = device is not None and torch.device(device).type == "cpu"
-    if hosts and not papers and hosts[0].numel() == 1:
-        number = hosts[0].item()
+        inner[1] = _META
+    return to_sizes(func(*inner, **others))
 
-    def to_paper(value: Any) -> Any:
+
+def _key_of(values: Iterable[Any], tensors: list[Tensor]) -> tuple[Any, ...]:
+    """Return a key of arguments: sizes of tensors, which are appended to `tensors`, other values themselves."""
+    key: list[Any] = []
+    for value in values:
         if isinstance(value, Tensor):
-            if is_read:
-                return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).zero_()
-            return papers.get(id(value)) if id(value) in papers else PaperTensor(value, number)
-        return _mapped(to_paper, value)
-
-    return to_paper(_meta_results(func, inner, others))
-
-
-def _meta_results(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call an operator on meta tensors, whose results' sizes are known from an equal call unless they are views."""
-    try:
-        key = func, _sizes_of(args), _sizes_of(kwargs.items())
-        known = _known.get(key)
-    except TypeError:  # an argument without a hash
-        return func(*args, **kwargs)
-    if known is not None:
-        made = [torch.empty_strided(*sizes, dtype=dtype, device=_META) for sizes, dtype in known]
-        return made[0] if len(made) == 1 else tuple(made)
-    results = func(*args, **kwargs)
-    made = [results] if isinstance(results, Tensor) else results
-    schema = func._schema
-    is_new = not any(each.alias_info for each in (*schema.arguments, *schema.returns))
-    if is_new and isinstance(made, list | tuple) and all(isinstance(each, Tensor) for each in made):
-        _known[key] = [((each.shape, each.stride()), each.dtype) for each in made]
-    return results
-
-
-def _sizes_of(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Return a key of arguments: sizes, strides and dtypes of tensors, other values themselves."""
-    return tuple(
-        (value.shape, value.stride(), value.dtype)
-        if isinstance(value, Tensor)
-        else _sizes_of(value)
-        if isinstance(value, list | tuple)
-        else (type(value), value)
-        for value in values
-    )
+            tensors.append(value)
+            key.append((*_Sizes.of(value), type(value) is PaperTensor))
+        elif isinstance(value, list | tuple):
+            key.append(_key_of(value, tensors))
+        else:
+            key.append((type(value), value))
+    return tuple(key)
 
 
 def _communicate(func: Any, args: Any) -> Any:
@@ -158,6 +179,10 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
 
 class _Paper(TorchDispatchMode):
     """Tensors that are made on the GPU are `PaperTensor`s; the host's memory is not pinned."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # Nothing is compiled here, and torch's guard takes as long as an operator.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
