@@ -74,7 +74,7 @@ def test_what_is_read_is_what_the_twin_holds(scheme: str, v32: Path, tmp_path: P
             whole = read_linear(weights, name, (shape[0], shape[1]))
             assert torch.equal(dequantize(whole, torch.float32), values)
             kinds |= {format_name(whole)} if not isinstance(weights[name], StoredTensor) else set()
-    assert kinds == ({"int4", "fp8"} if scheme in ("mixed", "w4afp8") else {KEPT.get(scheme, "plain")})
+    assert kinds == ({"int4", "fp8"} if scheme in ("mixed", "w4a8", "w4afp8") else {KEPT.get(scheme, "plain")})
 
 
 KV_A = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"

@@ -98,6 +98,7 @@ def quantized_models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     schemes = [("deepseek_v32", "block"), ("longcat_flash", "tensor"), ("deepseek_v3", "compressed_channel")]
     schemes += [("deepseek_v3", "int4"), ("deepseek_v3", "mxfp4"), ("glm4_moe_lite", "int4_all")]
     schemes += [("deepseek_v3", "awq"), ("deepseek_v3", "mixed"), ("deepseek_v32", "nvfp4"), ("deepseek_v2", "gptq")]
+    schemes += [("deepseek_v3", "w4a8")]
     schemes += [("axk2", "block")] if "axk2" in FAMILIES else []
     schemes += [("deepseek_v4", "published_32"), ("deepseek_v4", "published")]
     folder = tmp_path_factory.mktemp("quantized")

@@ -124,7 +124,7 @@ def _nvfp4_modelopt(weight: Tensor, _: int) -> Packed:
 
 
 PACKERS: dict[str, Callable[[Tensor, int], Packed]] = {  # by the name of a scheme, of a matrix and a group's columns
-    **dict.fromkeys(("int4", "int4_all", "int4_channel", "mixed"), _compressed),
+    **dict.fromkeys(("int4", "int4_all", "int4_channel", "mixed", "w4a8"), _compressed),
     **{"int4_asymmetric": _asymmetric, "awq": _awq, "gptq": _gptq, "w4afp8": _w4afp8, "mxfp4": _mxfp4},
     **{"nvfp4": _nvfp4_modelopt, "nvfp4_ct": _nvfp4_compressed},
 }

@@ -25,7 +25,7 @@ _QUANTIZED = re.compile(
     r"|\.attn\.(indexer\.)?w\w+\.weight$|\.ffn\..*\.w[123]\.weight$"
     r"|^layers\.\d+\.(attention|\w*experts|feed_forward)\.(\w+\.)*w\w+\.weight$"  # Mistral's
 )
-_ROUTED_ALONE = ("int4", "mxfp4", "w4afp8", "mixed")  # schemes that have no other matrices in 4 bits
+_ROUTED_ALONE = ("int4", "mxfp4", "w4afp8", "w4a8", "mixed")  # schemes that have no other matrices in 4 bits
 _ROUTED_EXPERT = re.compile(r"\.experts\.\d+\.(w[123]|\w+_proj)\.weight$")
 _OF_WINDOWS = {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 256, "qk_nope_head_dim": 192}
 # By family, sizes of the models of `save_wide`.
@@ -90,15 +90,22 @@ def _int4(group_size: int | None, *ignore: str, **fields: Any) -> dict[str, Any]
 _ROUTED_TARGET = r"re:.*mlp\.experts\..*"
 
 
-def _mixed() -> dict[str, Any]:
-    """Return a config with a format for each group, experts in integers, and all others in block fp8."""
+def _mixed(**fields: Any) -> dict[str, Any]:
+    """Return a config with a format for each group, experts in integers, and all others in block fp8. fields: More of
+    the experts' group.
+    """
     config = _compressed_tensors("mixed-precision", strategy="block", block_structure=[128, 128])
-    experts = _int4(128)["config_groups"]["group_0"] | {"targets": [_ROUTED_TARGET], "format": "pack-quantized"}
+    experts = _int4(128)["config_groups"]["group_0"] | {
+        "targets": [_ROUTED_TARGET],
+        "format": "pack-quantized",
+        **fields,
+    }
     others = config["config_groups"]["group_0"] | {"format": "float-quantized"}
     return config | {"config_groups": {"group_0": others, "group_1": experts}}
 
 
 W4AFP8 = {"quant_method": "w4afp8"}
+_FP8_ROWS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 _NOT_ROUTED = "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"
@@ -136,6 +143,7 @@ SCHEMES = {
         torch.uint8,
     ),
     "mixed": Scheme((1, 128), "_scale", _mixed(), torch.bfloat16),
+    "w4a8": Scheme((1, 128), "_scale", _mixed(input_activations=_FP8_ROWS), torch.bfloat16),
     "w4afp8": Scheme((1, 128), "_scale_inv", W4AFP8),
     "awq": Scheme(
         (1, 64), "", {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
@@ -189,9 +197,9 @@ def write_dequantized(source: Path, twin: Path, scheme: str) -> None:
     _save(source, twin, {name: values for name, values, *_ in _quantized(source, scheme)}, {})
 
 
-def save_wide(family: str, directory: Path) -> Any:
+def save_wide(family: str, directory: Path, **changes: int) -> Any:
     """Save a tiny model whose matrices are cut at multiples of 128 by two TP ranks (those of four cut query heads
-    elsewhere), and return it.
+    elsewhere), and return it. changes: Other sizes by their names in the config.
     """
     config = tiny_config(family)
     fields = config.to_dict() | {"per_layer_config": None}
@@ -202,6 +210,7 @@ def save_wide(family: str, directory: Path) -> Any:
         **{"head_dim": 64, "qk_head_dim": 192, "initializer_range": 0.1},
         **({} if fields.get("q_lora_rank") is None else {"q_lora_rank": 128}),
         **_OWN_SIZES.get(family, {}),
+        **changes,
     }
     if family == "deepseek_v4":
         ropes = config.rope_parameters.items()
