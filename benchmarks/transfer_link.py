@@ -248,14 +248,16 @@ def measure(case: Case) -> tuple[Row, list[str]]:
 
 
 def protocol_lines(lines: list[str]) -> list[str]:
-    """Return the tables of reads in a log of UCX: what is read, ranges of sizes, how, and over which devices."""
+    """Return the tables of reads in a log of UCX: what is read, ranges of sizes, how, and over which devices; the whole
+    log if it has none.
+    """
     kept, is_read = list[str](), False
     for line in (line.rpartition("]")[2].strip() for line in lines):
         if "remote memory" in line or "active message" in line:
             is_read = "remote memory read" in line
         if is_read and line.startswith("|") and line not in kept:
             kept.append(line)
-    return kept
+    return kept or lines
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
