@@ -159,6 +159,28 @@ def test_kernels_import_constants_by_name() -> None:
     assert constants_by_attribute(ast.walk(ast.parse(source))) == ["consumers.NUM_STAGES"]
 
 
+def variables_of_types(nodes: Iterable[ast.AST]) -> list[str]:
+    """Return assignments of element types, in kernels, to names that are no constants."""
+    functions = (node for node in nodes if isinstance(node, ast.FunctionDef))
+    return [
+        ast.unparse(node)
+        for function in functions
+        if any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign)
+        for value in (node.value.elts if isinstance(node.value, ast.Tuple) else [node.value])
+        if isinstance(value, ast.Attribute) and value.attr in ("dtype", "element_ty", "scalar")
+    ]
+
+
+def test_types_in_kernels_are_constants() -> None:
+    """Triton 3.6 takes no others; 3.9 does, with which most tests of kernels run."""
+    variables = {module: variables_of_types(nodes_of(module)) for module in FILES}
+    assert not {module: lines for module, lines in variables.items() if lines}
+    source = "@triton.jit\ndef kernel(x):\n    at, type = 1, x.dtype.element_ty\n    kind: tl.constexpr = x.dtype"
+    assert variables_of_types(ast.walk(ast.parse(source))) == ["at, type = (1, x.dtype.element_ty)"]
+
+
 def unpickling_names(nodes: Sequence[ast.AST]) -> set[str]:
     """Return the names of modules and functions with which nodes of a file could read pickles."""
     names = {alias.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
