@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
 
@@ -139,14 +139,18 @@ isinstance(x, Decoder)
     }
 
 
+def in_kernels(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Yield all nodes inside of kernels."""
+    for function in (node for node in nodes if isinstance(node, ast.FunctionDef)):
+        if any("jit" in ast.unparse(decorator) for decorator in function.decorator_list):
+            yield from ast.walk(function)
+
+
 def constants_by_attribute(nodes: Iterable[ast.AST]) -> list[str]:
     """Return the constants that kernels read as attributes of modules."""
-    functions = (node for node in nodes if isinstance(node, ast.FunctionDef))
     return [
         ast.unparse(node)
-        for function in functions
-        if any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
-        for node in ast.walk(function)
+        for node in in_kernels(nodes)
         if isinstance(node, ast.Attribute) and re.fullmatch(r"\w+\.[A-Z]\w*[A-Z_]", ast.unparse(node))
     ]
 
@@ -161,12 +165,9 @@ def test_kernels_import_constants_by_name() -> None:
 
 def variables_of_types(nodes: Iterable[ast.AST]) -> list[str]:
     """Return assignments of element types, in kernels, to names that are no constants."""
-    functions = (node for node in nodes if isinstance(node, ast.FunctionDef))
     return [
         ast.unparse(node)
-        for function in functions
-        if any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
-        for node in ast.walk(function)
+        for node in in_kernels(nodes)
         if isinstance(node, ast.Assign)
         for value in (node.value.elts if isinstance(node.value, ast.Tuple) else [node.value])
         if isinstance(value, ast.Attribute) and value.attr in ("dtype", "element_ty", "scalar")
