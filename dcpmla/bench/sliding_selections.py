@@ -46,7 +46,7 @@ class SlidingSelections:
         hit_rate: Share of the tokens that are selected in every step.
     Attributes:
         slots: Slots of each selection on this rank [num_selections, requests, topk] int32.
-        num_slots: Numbers of these slots [num_selections, requests] int32.
+        num_slots: Number of slots of each request in each selection [num_selections, requests] int32.
     """
 
     def __init__(self, layout: SlotLayout, context: int, topk: int, hit_rate: float) -> None:
@@ -96,8 +96,8 @@ class SlidingSelections:
                 hook.remove()
 
     def settle(self, layers: Iterable[LayerCache], num_used: int) -> None:
-        """Fill each layer's hot set as it is after many steps: with rows of other requests, as far as the cache has
-        some, and with the rows of the first selection.
+        """Fill each layer's hot set, as many steps would: with rows of other requests, if the cache has any, and with
+        the rows of the first selection.
 
         Args:
             layers: Caches of layers whose latents are in host memory.

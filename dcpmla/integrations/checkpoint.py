@@ -20,7 +20,7 @@ _BESIDE = {
     **{"_scale_inv": "scales", "_scale": "scales", "_zero_point": "zeros"},
     **{"_scale_2": "factor", "_global_scale": "divisor"},  # modelopt's and compressed-tensors' of NVFP4
 }
-# What codes show: compressed-tensors' shape of them, and the groups of GPTQ's columns in order.
+# Tensors that the codes make redundant: their shape (compressed-tensors), and the groups of columns in order (GPTQ).
 _UNUSED = (".weight_shape", ".g_idx")
 
 

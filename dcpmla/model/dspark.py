@@ -51,7 +51,7 @@ class DSpark(nn.Module):
 
     Their context is injected. For each token that the model computes, `projection` makes one hidden state of the
     model's, and every layer projects it to a row of its window. A block consists of the last token and noise tokens.
-    All of them see the context's window and each other, and each drafts the token after its position.
+    Each of these tokens sees the context's window and the whole block, and drafts the token after its own position.
 
     Args:
         projection: [hidden, n hidden] of the model's hidden states side by side (main_proj), whole on each rank.

@@ -23,7 +23,7 @@ def group_linear(x: Tensor, weight: Quantized, arrivals: Tensor) -> Tensor:
     """Multiply rows [T, G K] by a weight [N, K]: each of G groups of K columns by N / G of its rows.
 
     Args:
-        x: Rows, not quantized; kernels take those in bfloat16 and float16.
+        x: Rows that are not quantized. The kernels compute those in bfloat16 and float16.
         weight: Contiguous MXFP8, K a multiple of 128, and so is N / G with several groups; or 4 bits, K a multiple of
             32 and of the columns that share a scale, and G = 1.
         arrivals: Same as in `fp8_linear`.

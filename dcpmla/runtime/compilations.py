@@ -22,7 +22,7 @@ _NUMBERS = "dcpmla.attention.step.kernels"  # module of the kernel that writes p
 def rehearsal(rank: int, num_ranks: int, meet: Callable[[], object]) -> Iterator[set[object]]:
     """Compile the kernels that a block launches, and launch none but the one that writes a step's numbers: threads
     compile while the block goes on. New memory is zero, because no kernel writes what the block's other operations may
-    read as indices; from wrong positions they would compute wrong ones.
+    read as indices. A step's numbers are written, because indices are computed from them.
 
     Triton's cache on disk has the kernels afterwards, so the ranks of a host share them out. One that cannot be
     compiled fails where it is launched. A kernel's key in the cache has a digest of the package's sources: Triton's own
@@ -52,7 +52,7 @@ def rehearsal(rank: int, num_ranks: int, meet: Callable[[], object]) -> Iterator
             kernel.hash = hashlib.sha256(
                 f"{sources} {kernel.fn.__module__}.{kernel.fn.__qualname__}".encode()
             ).hexdigest()
-        if kernel.fn.__module__ == _NUMBERS:  # compiled and launched at once, as outside of the mode
+        if kernel.fn.__module__ == _NUMBERS:  # no mode is active in an empty context
             compiled = Context().run(run, kernel, *args, grid=grid, warmup=False, **options)
         else:
             compiled = run(kernel, *args, grid=grid, warmup=True, **options)

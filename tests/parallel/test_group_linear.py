@@ -106,6 +106,7 @@ def check_kernels(device: str) -> None:
             for num_rows, width in ((2112, 7168), (20480, 6144), (200, 128), (576, 384)):
                 check_kernel("cuda", torch.bfloat16, num_tokens, num_rows, width)
             check_kernel("cuda", torch.bfloat16, num_tokens, 2048, 4096, num_groups=2)
+            check_kernel("cuda", torch.float16, num_tokens, 2112, 7168)
         return
     # The interpreter multiplies no bfloat16.
     check_kernel("cpu", torch.float32, 3, 72, 14 * 128)  # in parts of the columns
@@ -124,14 +125,19 @@ def test_kernels(device: str) -> None:
 def test_the_kernel_compiles_for_hopper(num_tokens: int) -> None:
     from dcpmla.parallel.kernels.group_linear import group_linear_kernel
 
-    tiles = {"x_desc": ("bf16", 128), "weight_desc": ("fp8e4nv", 128)}
     others = {"GROUP": 32, "weight_zeros_ptr": None, "weight_factors_ptr": None}
-    ptx = compile_product(group_linear_kernel, tiles, num_tokens, others, weight_scales_ptr="*u8")
-    assert "k16.f32.bf16.bf16" in ptx
+    for dtype, kind in (("bf16", "bf16"), ("fp16", "f16")):
+        tiles = {"x_desc": (dtype, 128), "weight_desc": ("fp8e4nv", 128)}
+        pointers = {"weight_scales_ptr": "*u8", "out_ptr": f"*{dtype}"}
+        ptx = compile_product(group_linear_kernel, tiles, num_tokens, others, **pointers)
+        assert f"k16.f32.{kind}.{kind}" in ptx
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize(("scales", "group", "zeros"), [("u8", 32, False), ("fp8e4nv", 16, False), ("fp16", 128, True)])
+@pytest.mark.parametrize(
+    ("scales", "group", "zeros"),
+    [("u8", 32, False), ("fp8e4nv", 16, False), ("bf16", 128, False), ("fp16", 128, True)],
+)
 def test_packed_products_compile_for_hopper(scales: str, group: int, zeros: bool, dtype: str) -> None:
     from dcpmla.parallel.kernels.group_linear import group_linear_kernel
 

@@ -31,8 +31,8 @@ _FP4 = _assembler("""
     shl.b32 pair, pair, 12; lop3.b32 pair, pair, 0x80008000, part, 0xEA;
     mov.b32 part, 0x7E807E80; mul.rn.bf16x2 pair, pair, part;
 """)
-# A code, as the last bits of the mantissa of 128 (in float16 of 1024), is that and its zero point too large, which is 8
-# without zero points. A constant in place of such zero points took twice the time.
+# A code in the last bits of the mantissa of 128 (in float16 of 1024) is too large by that number and by its zero point,
+# which is 8 in formats without zero points. A register with this 8 took up to twice the time of the instruction's own.
 _INT4 = _assembler("""
     lop3.b32 pair, pair, 0x000F000F, 0x43004300, 0xEA; mov.b32 part, 0x43084308; sub.rn.bf16x2 pair, pair, part;
 """)

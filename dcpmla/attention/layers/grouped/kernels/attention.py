@@ -164,7 +164,7 @@ def grouped_attention(call: GroupedCall) -> tuple[Tensor, Tensor]:
 
 
 def _tile_tokens(num_tokens: int, num_reqs: int, group: int) -> int:
-    """Return the number of tokens of a tile, about as many as a request has. There are few sizes, because a kernel is
+    """Return the number of tokens of a tile, about the number of a request's. There are few sizes, because a kernel is
     compiled for each. In steps with prompts most rows of the block table may be padding, so no mean is taken.
     """
     most = max(1, _TILE_ROWS // group)
