@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.support.ranks import start_process
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 MEET = [str(ROOT / "tests" / "support" / "meet.py"), "60"]
@@ -239,6 +240,8 @@ def two_hosts() -> Iterator[tuple["Host", "Host"]]:
             _ip(f"-n {host.name} address add {host.address}/24 dev cable")
             for device in ("lo", "cable"):
                 _ip(f"-n {host.name} link set {device} up")
+        for host in hosts:
+            wait_until(host.is_up, f"the cable of {host.name} is down")
         yield hosts
     finally:
         for host in hosts:
@@ -251,6 +254,10 @@ class Host:
     def __init__(self, name: str, address: str) -> None:
         self.name, self.address = name, address
 
+    def is_up(self) -> bool:
+        """Return whether programs see the cable as running; the kernel says so up to a second after it is set up."""
+        return "state UP" in _ip(f"-n {self.name} link show dev cable")
+
     def command(self, argv: Sequence[object], env: Mapping[str, str]) -> Command:
         """Return the command and variables to run it on this host.
 
@@ -259,7 +266,8 @@ class Host:
         return ["ip", "netns", "exec", self.name, *argv], {**env, "GLOO_SOCKET_IFNAME": "cable"}
 
 
-def _ip(command: str) -> None:
+def _ip(command: str) -> str:
     result = subprocess.run(["ip", *command.split()], capture_output=True, text=True, check=False)
     if result.returncode:
         raise OSError(f"ip {command}: {result.stderr.strip()}")
+    return result.stdout
