@@ -1,7 +1,7 @@
 """Measure transfers between a prefill rank and a decode rank without engines, and reads of staging slots alone, under
 settings of UCX: rate, time and CPU time of a part. Print how UCX moves the bytes.
 
-Usage: `python benchmarks/transfer_link.py --json OUT.json`, on two GPUs of one host
+Usage: `python benchmarks/transfer_link.py --json OUT.json`, on two GPUs of one host, or one for both processes
 
 Each setting has two new processes, with the latents of a few layers of DeepSeek-V3's sizes.
 """
@@ -37,12 +37,13 @@ from dcpmla.transfer.staging import MOST_SLOTS, NUM_SLOTS, TAGS_BYTES, allocate_
 from dcpmla.transfer.transport import Peer, rank_name  # noqa: E402
 
 BOTH_VISIBLE = "both GPUs visible"  # instead of variables: to both processes
-# The first one is what servers have. UCX refuses reads by CUDA IPC where it finds no NVLink; the last one has none.
+# The first one is what servers have. With "auto" UCX refuses reads by CUDA IPC where it finds no NVLink; the last one
+# has none.
 SETTINGS = {
     "cuda": (
         "",
         BOTH_VISIBLE,
-        "UCX_CUDA_IPC_ENABLE_GET_ZCOPY=y",
+        "UCX_CUDA_IPC_ENABLE_GET_ZCOPY=auto",
         "UCX_TLS=cuda_ipc,cuda_copy,sm,self",
         "UCX_TLS=cuda_copy,tcp,self",
     ),
@@ -85,9 +86,9 @@ class Rank:
         from dcpmla.transfer.nixl import NixlTransport  # UCX reads the variables when it is loaded
 
         self.case, self.is_source = case, is_source
-        index = int(case.variant == BOTH_VISIBLE and not is_source)
-        device = torch.device(case.device, index) if case.device == "cuda" else torch.device(case.device)
+        device = torch.device(case.device)
         if device.type == "cuda":
+            device = torch.device("cuda", 0 if is_source else torch.cuda.device_count() - 1)
             torch.cuda.set_device(device)
         engine = ENGINES[not is_source]
         self.transport = NixlTransport(rank_name(engine, 0), allocate_staging(device, NUM_SLOTS, case.slot_bytes))
@@ -177,8 +178,8 @@ def run_rank(pipe: Connection, case: Case, is_source: bool, log: str) -> None:
     variables = {} if case.variant == BOTH_VISIBLE else dict(each.split("=", 1) for each in case.variant.split())
     os.environ |= {"UCX_LOG_FILE": log, "UCX_LOG_LEVEL": "info", "UCX_PROTO_INFO": "y", **variables}
     if case.device == "cuda" and case.variant != BOTH_VISIBLE:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1"
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[not is_source]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0 if is_source else -1]
     try:
         rank = Rank(case, is_source)
         pipe.send(rank.peer)

@@ -1,6 +1,7 @@
 """Reads between jobs over NIXL: shared memory, CUDA IPC, RDMA or TCP, as UCX finds them (`NixlTransport`)."""
 
 import logging
+import os
 from base64 import b64decode, b64encode
 from collections.abc import Callable
 from contextlib import suppress
@@ -79,6 +80,10 @@ class NixlTransport(Transport):
     """
 
     def __init__(self, name: str, memory: Tensor) -> None:
+        if memory.device.type == "cuda":
+            # By itself UCX reads by CUDA IPC only where the driver names NVLinks, which it does not in many virtual
+            # machines; reads between two GPUs of a host go through its processors then.
+            os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "y")
         try:
             config = _api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
             self._agent = _api.nixl_agent(name, config)

@@ -31,6 +31,12 @@ def test_reads_and_transfers_between_two_processes(monkeypatch: pytest.MonkeyPat
         assert row["gb_per_s"] == pytest.approx(row["bytes_read"] / row["seconds"] / 1e9, rel=0.01, abs=1e-3)
 
 
+@pytest.mark.gpu
+def test_reads_between_processes_on_gpus_pass_no_host() -> None:
+    _, lines = measure(Case("read", "", "cuda", num_layers=2, tokens=2000, slot_bytes=1 << 20, repeats=2))
+    assert any("cuda_ipc" in line for line in lines), lines
+
+
 def test_a_process_that_fails_ends_the_case() -> None:
     with pytest.raises(RuntimeError, match="slot_bytes is 10"):
         measure(Case("transfer", "", "cpu", 1, 64, 10, 1))
