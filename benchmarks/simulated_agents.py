@@ -80,7 +80,7 @@ class Agents:
         self._job, self._args, self._level = job, args, level
         self.now, self.answers = 0.0, list[Answer]()
         self.num_prompt = self.num_cached = 0
-        self._tokens, self._serials = count(), count()
+        self._tokens, self._serials, self._sessions = count(), count(), count()
         self._due: list[tuple[float, int, Process, Any]] = []
         self._asked: dict[Request, tuple[Process, Answer | None]] = {}
 
@@ -194,7 +194,7 @@ class Agents:
     def _lane(self, turns: Sequence[Turn], at: int, context: Context, key: str) -> Process:
         yield from self._turns(turns, at, context, key)
         while True:
-            index = self._level + next(self._serials)
+            index = self._level + next(self._sessions)
             yield from self._turns(draw_session(self._args, index), 0, (array("q"), []), f"{key} {index}")
 
     def _turns(self, turns: Sequence[Turn], at: int, context: Context, key: str) -> Process:
