@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from dcpmla.parallel.formats import BLOCK, GROUP, Quantized
 from dcpmla.parallel.kernels.linear import NUM_WARPS, TILE_ROWS, describe, finish_tile
-from dcpmla.parallel.kernels.packed import by_halves, dequantize
+from dcpmla.parallel.kernels.packed import by_halves, dequantize, subtract_zeros
 
 _BLOCK = tl.constexpr(BLOCK)
 _GROUP = tl.constexpr(GROUP)
@@ -82,6 +82,8 @@ def group_linear_kernel(
     TILE_BYTES: tl.constexpr = weight_desc.block_shape[1]
     ROWS: tl.constexpr = weight_desc.block_shape[0]
     TOKENS: tl.constexpr = x_desc.block_shape[0]
+    # One product of a sum and its scale is less work than one of each value.
+    SCALES_SUMS: tl.constexpr = IS_PACKED and GROUP == _BLOCK
     first_token, first_row = tl.program_id(0) * TOKENS, tl.program_id(1) * ROWS
     num_blocks, num_groups = tl.cdiv(num_columns, _BLOCK), num_columns // GROUP
     part = tl.cdiv(num_blocks, SPLITS)
@@ -101,13 +103,19 @@ def group_linear_kernel(
         if weight_zeros_ptr is not None:
             zeros = tl.load(weight_zeros_ptr + scales_at + first_group, mask=is_scale, other=0)
         if IS_PACKED:
-            low, high = dequantize(codes, scales, zeros, x.dtype)
+            if SCALES_SUMS:
+                low, high = subtract_zeros(codes, zeros, x.dtype)
+            else:
+                low, high = dequantize(codes, scales, zeros, x.dtype)
             if x_desc.block_shape[1] == TILE_BYTES:
                 even, odd = x, x_desc.load([first_token, num_columns // 2 + block * TILE_BYTES])
             else:
                 even, odd = x.reshape(TOKENS, TILE_BYTES, 2).split()
-            acc = tl.dot(low, even.T, acc)
-            acc = tl.dot(high, odd.T, acc)
+            if SCALES_SUMS:
+                acc = tl.fma(tl.dot(high, odd.T, tl.dot(low, even.T)), scales.to(tl.float32), acc)
+            else:
+                acc = tl.dot(low, even.T, acc)
+                acc = tl.dot(high, odd.T, acc)
         else:
             acc = tl.dot(scale_groups(codes, scales, x.dtype), x.T, acc)
     if weight_factors_ptr is not None:
