@@ -50,14 +50,17 @@ _MANY_ROWS = 64  # average rows per expert above which Hopper GPUs use their own
 # Rows from which on every tile is multiplied by one kind of instruction; on Hopper, some versions of Triton multiply 8
 # rows by another one.
 _ORDERED_ROWS = 16
+_GROUPED = "grouped"  # integers in groups of 64 or more columns: with few rows, scales multiply the groups' sums
 _RESERVED_BYTES = 4096  # shared memory for everything except the tiles
-_FEW = {
+_FEW: dict[torch.dtype | str, Tiling] = {
     torch.bfloat16: Tiling(1, Tile(8, 32, 256, 4, 3, True), Tile(8, 64, 256, 4, 7)),
     FP8: Tiling(1, Tile(16, 32, 128, 4, 7, True), Tile(16, 64, 128, 4, 9)),
     torch.uint8: Tiling(1, Tile(8, 16, 512, 2, 4), Tile(8, 32, 256, 2, 7)),
+    # Warps share a step's groups, which gives each SM more warps to wait for memory than a tile has rows for.
+    _GROUPED: Tiling(1, Tile(8, 16, 1024, 8, 3), Tile(8, 32, 512, 4, 7)),
 }
 # Smallest first. Measured on H200s.
-_TILINGS = {
+_TILINGS: dict[torch.dtype | str, tuple[Tiling, ...]] = {
     torch.bfloat16: (
         Tiling(8, Tile(16, 64, 128, 4, 4), Tile(16, 64, 128, 4, 3)),
         Tiling(128, Tile(64, 64, 128, 4, 4), Tile(64, 128, 64, 4, 3)),
@@ -75,6 +78,7 @@ _TILINGS = {
         Tiling(float("inf"), Tile(128, 64, 64, 4, 4), Tile(128, 128, 64, 4, 4)),
     ),
 }
+_TILINGS[_GROUPED] = Tiling(6, Tile(8, 16, 512, 4, 4), Tile(8, 128, 128, 4, 4)), *_TILINGS[torch.uint8][1:]
 
 
 def compute_experts(call: RoutedRows) -> Tensor:
@@ -97,10 +101,11 @@ def compute_experts(call: RoutedRows) -> Tensor:
         out = product.multiply(h, down, blocks, x.dtype, fuses)
         assert isinstance(out, Tensor)
         return out
+    tiles_of = _GROUPED if all(map(_is_grouped, (gate_up, down))) else kind
     if call.is_few:
-        tiling, experts, routes = _FEW[kind], ids, None
+        tiling, experts, routes = _FEW[tiles_of], ids, None
     else:
-        tiling = next(tiling for tiling in _TILINGS[kind] if num_routes <= tiling.max_rows * num_experts)
+        tiling = next(tiling for tiling in _TILINGS[tiles_of] if num_routes <= tiling.max_rows * num_experts)
         experts, routes, _ = assign_blocks(ids, num_own, max(tiling.gate_up.rows, tiling.down.rows))
     _, gate_up_tile, down_tile = _widen(tiling) if is_deterministic else tiling
 
@@ -114,6 +119,10 @@ def compute_experts(call: RoutedRows) -> Tensor:
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
+
+
+def _is_grouped(weight: AnyWeight) -> bool:
+    return isinstance(weight, Quantized) and weight.format.codes == "int4" and weight.format.columns >= 64
 
 
 def _widen(tiling: Tiling) -> Tiling:

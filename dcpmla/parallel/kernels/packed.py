@@ -52,24 +52,22 @@ _PLAIN_ZEROED_HALF = _assembler(_LESS_ZERO_HALF, is_scaled=False)
 
 @triton.jit
 def subtract_zeros(codes, zeros, dtype: tl.constexpr):
-    """Return the integers of packed codes uint8 [N, K / 2] less their zero points, in a dtype: [N, K / 2] of the lower
-    halves, and of the upper.
+    """Return the integers of packed codes uint8 [.., K / 2] less their zero points, in a dtype: of the lower halves,
+    and of the upper.
 
-    zeros: Zero points, uint8 [N, 1]; None for 8.
+    zeros: Zero points, uint8 in the same shape; None for 8.
     """
     if zeros is None:
         if dtype == tl.float16:
             low, high = _to_half(_PLAIN_HALF, "=r,=r,=r,=r,r", [codes])
         else:
             low, high = _to_bfloat16(_PLAIN, "=r,=r,=r,=r,r", [codes])
+    elif dtype == tl.float16:
+        offsets = (zeros.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
+        low, high = _to_half(_PLAIN_ZEROED_HALF, "=r,=r,=r,=r,r,r,r", [codes, offsets])
     else:
-        zeros = zeros.to(tl.uint16).broadcast_to(codes.shape)
-        if dtype == tl.float16:
-            offsets = (zeros | 0x6400).to(tl.float16, bitcast=True)
-            low, high = _to_half(_PLAIN_ZEROED_HALF, "=r,=r,=r,=r,r,r,r", [codes, offsets])
-        else:
-            offsets = (zeros | 0x4300).to(tl.bfloat16, bitcast=True)
-            low, high = _to_bfloat16(_PLAIN_ZEROED, "=r,=r,=r,=r,r,r,r", [codes, offsets])
+        offsets = (zeros.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
+        low, high = _to_bfloat16(_PLAIN_ZEROED, "=r,=r,=r,=r,r,r,r", [codes, offsets])
     return low.to(dtype), high.to(dtype)
 
 
@@ -89,7 +87,7 @@ def dequantize(codes, scales, zeros, dtype: tl.constexpr):
         factors = tl.where(factors == 0, 1 << 6, factors).to(tl.uint16).to(tl.bfloat16, bitcast=True)  # 2^-127
     else:
         factors = scales.to(tl.bfloat16 if IS_FP4 or dtype != tl.float16 else tl.float16)
-    factors = _spread(factors, N, NUM_BYTES)
+    factors = spread(factors, N, NUM_BYTES)
     if IS_FP4:
         low, high = _to_bfloat16(_FP4, "=r,=r,=r,=r,r,r,r", [codes, factors])
     elif zeros is None:
@@ -98,7 +96,7 @@ def dequantize(codes, scales, zeros, dtype: tl.constexpr):
         else:
             low, high = _to_bfloat16(_INT4, "=r,=r,=r,=r,r,r,r", [codes, factors])
     else:
-        offsets = _spread(zeros.to(tl.uint16), N, NUM_BYTES)
+        offsets = spread(zeros.to(tl.uint16), N, NUM_BYTES)
         if dtype == tl.float16:
             offsets = (offsets | 0x6400).to(tl.float16, bitcast=True)
             low, high = _to_half(_ZEROED_HALF, "=r,=r,=r,=r,r,r,r,r,r", [codes, factors, offsets])
@@ -119,7 +117,7 @@ def _to_half(assembler: tl.constexpr, registers: tl.constexpr, arguments):
 
 
 @triton.jit
-def _spread(scales, N: tl.constexpr, NUM_BYTES: tl.constexpr):
+def spread(scales, N: tl.constexpr, NUM_BYTES: tl.constexpr):
     """Return each byte's scale."""
     GROUPS: tl.constexpr = scales.shape[1]
     return scales[:, :, None].broadcast_to([N, GROUPS, NUM_BYTES // GROUPS]).reshape(N, NUM_BYTES)
