@@ -67,13 +67,15 @@ def test_blocks_of_one_chunk_compile(chunk: int) -> None:
         ("nvfp4", True, False),
         ("nvfp4", False, True),
         ("zeros", True, True),
+        ("zeros", True, False),
         ("zeros", False, False),
     ],
 )
 def test_the_product_compiles(weights: str, few: bool, gated: bool) -> None:
-    from dcpmla.model.kernels.experts import _FEW, _TILINGS
+    from dcpmla.model.kernels.experts import _FEW, _GROUPED, _TILINGS
 
-    tiling = _FEW[DTYPES[weights]] if few else _TILINGS[DTYPES[weights]][-1]
+    tiles_of = _GROUPED if weights == "zeros" else DTYPES[weights]
+    tiling = _FEW[tiles_of] if few else _TILINGS[tiles_of][-1]
     tile, num_summed = tiling.gate_up if gated else tiling.down, 1 if gated or not few else 9
     ptx, said = compile_product(weights, tile, few, gated, num_summed, enable_fp_fusion=True)
     assert "cp.async.bulk.tensor.4d" in ptx
@@ -86,6 +88,16 @@ def test_the_product_compiles(weights: str, few: bool, gated: bool) -> None:
     if DTYPES[weights] == torch.uint8 and "wgmma" in ptx:  # the left side's registers are free for the next one
         loop = ptx[ptx.index("Inner Loop Header") :]
         assert loop.index("wgmma.wait_group") < loop.index("cp.async.bulk.tensor")
+
+
+def test_a_few_rows_of_integers_compile() -> None:
+    """At more than one token: warps share groups, too."""
+    from dcpmla.model.kernels.experts import _GROUPED, _TILINGS
+
+    ptx, said = compile_product("zeros", _TILINGS[_GROUPED][0].gate_up, False, True, 1, enable_fp_fusion=True)
+    assert "mma.sync" in ptx
+    assert "mul.rn.bf16x2" not in ptx  # scales multiply no integers
+    assert "0 bytes spill stores" in said
 
 
 def constants_of(weights: str, gated: bool) -> dict[str, Any]:

@@ -22,7 +22,8 @@ def _assembler(convert: str, dtype: str = "bf16x2", is_scaled: bool = True) -> t
     lines += ["prmt.b32 first, $4, 0, 0x4140;", "prmt.b32 second, $4, 0, 0x4342;"]
     for result, (source, shift) in enumerate((("first", 0), ("second", 0), ("first", 4), ("second", 4))):
         lines += [f"shr.b32 pair, {source}, {shift};", convert.format(f"${zeros + result % 2}")]
-        lines.append(f"mul.rn.{dtype} ${result}, pair, ${5 + result % 2};" if is_scaled else f"mov.b32 ${result}, pair;")
+        last = f"mul.rn.{dtype} ${result}, pair, ${5 + result % 2};" if is_scaled else f"mov.b32 ${result}, pair;"
+        lines.append(last)
     return tl.constexpr("{" + "\n".join(lines) + "}")
 
 
