@@ -129,7 +129,7 @@ def test_the_kernel_compiles_for_hopper(num_tokens: int) -> None:
     for dtype, kind in (("bf16", "bf16"), ("fp16", "f16")):
         tiles = {"x_desc": (dtype, 128), "weight_desc": ("fp8e4nv", 128)}
         pointers = {"weight_scales_ptr": "*u8", "out_ptr": f"*{dtype}"}
-        ptx = compile_product(group_linear_kernel, tiles, num_tokens, others, **pointers)
+        ptx = compile_product(group_linear_kernel, tiles, num_tokens, others, 4, **pointers)
         assert f"k16.f32.{kind}.{kind}" in ptx
 
 
