@@ -189,7 +189,7 @@ class Watchdog:
         return self._now() - self._operation.since
 
     def _now(self) -> float:
-        """Return the seconds of a clock that stands still in pauses."""
+        """Return the seconds of a clock without the pauses."""
         with self._running:
             return time.monotonic() - self._paused_seconds
 

@@ -58,7 +58,7 @@ class ServingLoop:
     def __init__(self, engine: Engine, frontend: Frontend | None, publisher: "EventPublisher | None" = None) -> None:
         self._engine, self._frontend, self._publisher = engine, frontend, publisher
         if publisher is not None:
-            engine.allocator.events = []
+            engine.scheduler.record_events()
         engine.stops = None  # The HTTP process makes all texts, and finds stop strings in them.
         self._requests: dict[int, Request] = {}
         self._known = KnownPrompts(engine.allocator.block_tokens)
@@ -220,8 +220,8 @@ class ServingLoop:
             return
         more: dict[tuple[str, ...], float] = {}
         if self._publisher is not None:
-            allocator = self._engine.allocator
-            self._publisher.publish(allocator.take_events(), allocator.block_tokens)
+            scheduler = self._engine.scheduler
+            self._publisher.publish(scheduler.take_events(), scheduler.allocator.block_tokens)
             more = self._publisher.totals()
         engine, num_seen = self._engine, [(each.token_ids, each.num_seen_tokens) for each in self._requests.values()]
         self._frontend.send(
