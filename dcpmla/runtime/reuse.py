@@ -192,14 +192,14 @@ class PrefixReuse:
         if self._forks is not None:
             self._forks.remove(request)
 
-    def has_most(self, request: Request) -> bool:
-        """Return whether the cache or host memory has more than half of a prompt's full blocks, by the block in the
-        middle: the end of a sequence is evicted before its beginning.
+    def has_start(self, request: Request, num_tokens: int) -> bool:
+        """Return whether the cache or host memory has the first tokens of a prompt, by the last of their blocks: the
+        end of a sequence is evicted before its beginning.
         """
-        num_blocks = (len(request.prompt_token_ids) - 1) // self._block_tokens
-        if not self.is_enabled or request.is_scored or not num_blocks:
+        num_blocks = -(-num_tokens // self._block_tokens)
+        if not self.is_enabled or request.is_scored or num_blocks * self._block_tokens >= len(request.prompt_token_ids):
             return False
-        (key,) = request.block_keys(num_blocks // 2, num_blocks // 2 + 1, self._block_tokens)
+        (key,) = request.block_keys(num_blocks - 1, num_blocks, self._block_tokens)
         return key in self._allocator or key in self._tier.blocks
 
     def find(self, request: Request) -> Found:

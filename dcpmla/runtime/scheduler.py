@@ -7,7 +7,7 @@ the search for remembered blocks reads ids.
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from dcpmla.cache.block_events import BlockEvent
 from dcpmla.cache.blocks import BlockAllocator
@@ -19,8 +19,8 @@ from dcpmla.runtime.disk_offload import DiskReads, Readiness
 from dcpmla.runtime.pieces import PieceSizes, Room
 from dcpmla.runtime.progress import Loading
 from dcpmla.runtime.request import Request
-from dcpmla.runtime.reuse import Found, PrefixReuse
-from dcpmla.runtime.waiting import put_cached_first
+from dcpmla.runtime.reuse import ComingBlocks, Found, PrefixReuse
+from dcpmla.runtime.waiting import Precedence
 
 # Tokens that a prompt may lack without another job's help: a step hardly takes longer with them.
 _SHORT_TOKENS = 64
@@ -29,7 +29,7 @@ _SHORT_TOKENS = 64
 class Scheduler:
     """Continuous batching: decodes first, then prompts in chunks, first come, first served, with exceptions.
 
-    Requests whose prompts are short or mostly in the cache go first (`put_cached_first`).
+    Prompts that lack little go before the others, up to half of the work (`Precedence`).
     A request waits for blocks that a running one will compute (`ComingBlocks`) or that are read from disks
     (`DiskReads`), and a prompt with log probabilities waits for room among the scored tokens of a step (`Batch.room`).
     Other requests pass them in the queue.
@@ -79,6 +79,7 @@ class Scheduler:
         self.allocator, self.tier, self.costs = allocator, tier or HostTier(), costs
         of_loads = load_costs, disk_costs, costs.least_state_tokens if num_states else 0
         self.reuse = PrefixReuse(allocator, enable_prefix_caching, self.tier, *of_loads)
+        self._precedence = Precedence(self.reuse, max_num_batched_tokens)
         self.reads = DiskReads(self.reuse, self.tier) if self.tier.disk.blocks.num_slots else None
         self.prefills_elsewhere = False
         self.waiting: deque[Request] = deque()
@@ -121,12 +122,8 @@ class Scheduler:
                     batch.set_drafts(index, self.take_room(piece.request, min(num_drafts, batch.budget)))
         if batch.pieces:
             batch.room_us = self.costs.max_prefill_us
-        for request in prefills:
-            if not request.is_loading and batch.room(request) and batch.room_us > 0:
-                self._add_piece(batch, request)
-        if not batch.pieces:
-            self._join_loading(batch)
-        self._admit(batch, prefills, now, agreed_now)
+        if prefills or self.waiting or not batch.pieces:
+            self._schedule_prompts(batch, prefills, now, agreed_now)
         batch.arrange(self.costs, self.max_absorbed_tokens)
         return batch
 
@@ -259,17 +256,42 @@ class Scheduler:
         batch.num_absorbed = len(batch.pieces)
         return prefills
 
+    def _schedule_prompts(self, batch: Batch, prefills: list[Request], now: float, agreed_now: float) -> None:
+        """Add pieces of running prompts to a step, and admit waiting ones."""
+        coming = self.reuse.coming_blocks(prefills)
+        little, others = list[Request](), list[Request]()
+        for request in prefills:
+            (little if self._precedence.lacks_little(request) else others).append(request)
+        num_first = self._precedence.arrange(self.waiting)
+        if others and self._precedence.is_little_first:
+            self._add_pieces(batch, little)
+            self._admit(batch, coming, now, agreed_now, num_first)
+            little.clear()
+        self._add_pieces(batch, others + little)
+        if not batch.pieces:
+            self._join_loading(batch)
+        self._admit(batch, coming, now, agreed_now, len(self.waiting))
+        self._precedence.settle(bool(others))
+
+    def _add_pieces(self, batch: Batch, prefills: Iterable[Request]) -> None:
+        """Add pieces of running prompts to a step while it has room."""
+        for request in prefills:
+            if not request.is_loading and batch.room(request) and batch.room_us > 0:
+                self._add_piece(batch, request)
+
     def _join_loading(self, batch: Batch) -> None:
         """Add pieces of requests whose blocks are still loading: without other work, their step waits for the parts."""
         for request in self.running:
             if request.loading is not None and request.loading.can_join and batch.room(request):
                 self._add_piece(batch, request)
 
-    def _admit(self, batch: Batch, prefills: Sequence[Request], now: float, agreed_now: float) -> None:
-        if len(self.waiting) > 1:
-            put_cached_first(self.waiting, self.reuse, agreed_now)
-        coming, passed, num_held = self.reuse.coming_blocks(prefills), list[Request](), 0
-        while self.waiting and batch.budget and batch.room_us > 0 and len(self.running) < self.max_num_seqs > num_held:
+    def _admit(self, batch: Batch, coming: ComingBlocks, now: float, agreed_now: float, num_waiting: int) -> None:
+        """Admit requests among so many at the front of the queue while the step has room."""
+        passed, num_held = list[Request](), 0
+        for _ in range(num_waiting):
+            has_slot = len(self.running) < self.max_num_seqs > num_held
+            if not (self.waiting and batch.budget and batch.room_us > 0 and has_slot):
+                break
             request = self.waiting[0]
             has_room = batch.room(request) > 0
             # A preempted request waits until its token in flight is known, because it would get that token twice.
@@ -290,10 +312,11 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
             self.release(request)
             self.reuse.add_coming(request, coming)
-            if request.loading is None or (request.loading.can_join and not batch.pieces):
-                self._add_piece(batch, request)
             if request.scheduled_time is None:
                 request.scheduled_time, request.num_cached_tokens = now, request.num_computed_tokens
+                self._precedence.admit(request)
+            if request.loading is None or (request.loading.can_join and not batch.pieces):
+                self._add_piece(batch, request)
         self.waiting.extendleft(reversed(passed))
 
     def _add_piece(self, batch: Batch, request: Request) -> None:
@@ -305,8 +328,10 @@ class Scheduler:
             batch.room_us = 0.0
             return
         num_tokens = self.reuse.cut_piece(request, num_tokens)
+        us = self.costs.piece_us(num_tokens, context)
+        self._precedence.count(request, num_tokens, us)
         batch.add(request, num_tokens)
-        batch.room_us -= self.costs.piece_us(num_tokens, context)
+        batch.room_us -= us
 
     def _is_prefilled_elsewhere(self, request: Request, found: Found) -> bool:
         """Return whether another job prefills a prompt: one without new tokens of this job, unless it lacks few."""

@@ -41,7 +41,7 @@ def test_a_beginning_is_computed_once() -> None:
 def test_chunks_are_waited_for_as_far_as_they_are_shared() -> None:
     """Of two that wait, one shares a block of the first chunk, the other one of the second, too."""
     engine = make_engine(200, max_num_batched_tokens=18)
-    whole, first = [*BEGINNING, 1], [*BEGINNING[:BLOCK], 28, 28]
+    whole, first = [*BEGINNING, 1], [*BEGINNING[:BLOCK], *6 * [28]]
     requests = answer(engine, [*BEGINNING, 2], whole, first)
     assert [request.num_cached_tokens for request in requests] == [0, len(BEGINNING), BLOCK]
     times = [request.scheduled_time for request in requests]

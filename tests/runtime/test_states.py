@@ -34,8 +34,8 @@ def serve(
     for request in requests:
         scheduler.reuse.add(request)
     scheduler.waiting.extend(requests)
-    for _ in range(2000):
-        step = scheduler.schedule(0.0)
+    for number in range(2000):
+        step = scheduler.schedule(float(number))
         if not step.pieces:
             break
         for source, target in step.copies:
@@ -144,7 +144,7 @@ class Server:
 @pytest.mark.parametrize("budget", [7, 8, 33, 100])
 def test_prompts_that_part_inside_one(budget: int) -> None:
     server, first = Server(100, 20, budget), [*range(1, 33)]
-    assert server.cached(first + [40] * 33, first + [50] * 5) == [0, 32]
+    assert sorted(server.cached(first + [40] * 33, first + [50] * 5)) == [0, 32]
     # A border after 32 tokens is known by now; the second request that parts elsewhere makes that border known.
     assert server.cached(first + [60] * 9) == [32]
     before = server.cached(first[:20] + [70] * 9)[0]
@@ -166,19 +166,21 @@ def test_prompts_part_after_the_last_block_that_they_share() -> None:
     budget=st.sampled_from([5, 9, 16, 200]),
 )
 def test_prompts_that_come_at_once_share_all_full_blocks(parents: list[tuple[int, int]], budget: int) -> None:
-    """Each prompt continues the beginning of the one before it: at most its last shared block is computed again."""
+    """Each prompt continues the beginning of another one: at most its last block that an earlier one has is computed
+    again.
+    """
     server, prompts = Server(1000, 60, budget), [list[int]()]
     for number, (kept, more) in enumerate(parents):
         prompts.append(prompts[-1][:kept] + [100 + number] * more)
-    prompts = prompts[1:]
-    cached = server.cached(*prompts)
+    requests = sorted(server.serve(*prompts[1:]), key=lambda request: request.scheduled_time or 0.0)
+    prompts = [request.prompt_token_ids for request in requests]
     for index, prompt in enumerate(prompts):
         shared = [
             next((i for i, (one, two) in enumerate(zip(prompt, other, strict=False)) if one != two), len(other))
             for other in prompts[:index]
         ]
         num_blocks = min(max(shared, default=0), len(prompt) - 1) // BLOCK
-        assert cached[index] >= (num_blocks - 1) * BLOCK
+        assert requests[index].num_cached_tokens >= (num_blocks - 1) * BLOCK
 
 
 def test_a_long_prompt_evicts_no_state_of_more_worth() -> None:
