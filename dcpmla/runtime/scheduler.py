@@ -9,7 +9,6 @@ from array import array
 from collections import deque
 from collections.abc import Iterable
 
-from dcpmla.cache.block_events import BlockEvent
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.tier import HostTier
 from dcpmla.fields import check_fields, option_label, whole
@@ -89,19 +88,6 @@ class Scheduler:
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
         self._sizes = PieceSizes(costs, max_num_batched_tokens)
         self.max_absorbed_tokens = 0
-
-    def record_events(self) -> None:
-        """Keep the changes of remembered blocks, in the cache and in host memory, for `take_events`."""
-        self.allocator.events = []
-        if self.tier.blocks.num_slots:
-            self.tier.blocks.events = []
-
-    def take_events(self) -> list[BlockEvent]:
-        """Return the changes since the last call, those of host memory first: a block that was stored there before it
-        left the cache is always known to whoever follows both.
-        """
-        in_host = [] if self.tier.blocks.events is None else self.tier.blocks.take_events()
-        return in_host + self.allocator.take_events()
 
     def schedule(self, now: float, num_drafts: int = 0, agreed_now: float = 0.0) -> Batch:
         """Return the next step, without pieces if there are no requests.

@@ -18,7 +18,7 @@ from dcpmla.integrations.engine_options import EngineOptions
 from dcpmla.integrations.loading import profile_step
 from dcpmla.integrations.sharded_model import ShardedModel
 from dcpmla.runtime.batch import MAX_SCORED
-from dcpmla.runtime.choice_memory import ALL_CHANGES
+from dcpmla.runtime.choice_memory import ALL_CHANGES, touch_choice_memory
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.models import save_tiny
@@ -83,6 +83,20 @@ def test_the_dummy_step_takes_the_most_logits(tp: int, tmp_path: Path) -> None:
         assert 4 * VOCAB_SIZE * MAX_SCORED < short <= profiled
         assert long <= profiled
         assert long < 1.1 * short
+
+
+@pytest.mark.gpu
+def test_the_memory_of_choices_is_claimed_on_a_gpu() -> None:
+    """Two copies of the logits that tokens are chosen from, at least; nothing is kept."""
+    num_choices, device = 200, torch.device("cuda")
+    logits = torch.randn(num_choices + MAX_SCORED, 129_280, device=device)
+    touch_choice_memory(logits, num_choices, 2)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    touch_choice_memory(logits, num_choices, 2)
+    assert torch.cuda.max_memory_allocated(device) - before >= 2 * 4 * logits[:num_choices].numel()
+    assert torch.cuda.memory_allocated(device) == before
 
 
 def scored(directory: Path, tp: int, token_ids: list[int]) -> list[Any]:

@@ -9,7 +9,7 @@ import pytest
 from dcpmla.cache.block_events import GPU, HOST, BlockEvent, Cleared, Removed, Stored
 from dcpmla.cache.blocks import BlockAllocator, block_key, salt_key
 from dcpmla.cache.host import HostMemory
-from dcpmla.runtime.block_events import stored_events
+from dcpmla.runtime.block_events import record_events, stored_events, take_events
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.hash_model import BLOCK, make_engine
@@ -49,7 +49,7 @@ def test_events_of_host_memory_lead_to_what_it_has(num_host_blocks: int, has_dis
     engine = make_engine(12, max_num_seqs=4, num_host_blocks=num_host_blocks, open_disk=open_disk)
     rng = random.Random(7)
     scheduler = engine.scheduler
-    scheduler.record_events()
+    record_events(engine.allocator, scheduler.tier)
     known: dict[str, set[bytes]] = {GPU: set(), HOST: set()}
     beginnings = [[rng.randrange(28) for _ in range(5 * BLOCK)] for _ in range(5)]
     num_removed = 0
@@ -59,7 +59,7 @@ def test_events_of_host_memory_lead_to_what_it_has(num_host_blocks: int, has_dis
         request = engine.add(engine.prompt(content, rng.choice(["", "a"])), params)
         while engine.has_requests:
             next(engine.run(), None)
-            for event in scheduler.take_events():
+            for event in take_events(engine.allocator, scheduler.tier):
                 assert not isinstance(event, Cleared)
                 if event.medium == GPU:
                     follow(known[GPU], [event])
@@ -80,7 +80,7 @@ def test_events_of_host_memory_lead_to_what_it_has(num_host_blocks: int, has_dis
     assert known[HOST] - known[GPU], "blocks that the cache has lost"
     assert (num_removed > 10) == (num_host_blocks < 400)
     engine.reset()
-    events = scheduler.take_events()
+    events = take_events(engine.allocator, scheduler.tier)
     assert events[-1] == Cleared()
     assert {event.key for event in events[:-1] if isinstance(event, Removed)} == known[HOST]
     engine.close()
