@@ -53,11 +53,13 @@ class LayerSpec(ABC):
         has_indexer: Whether the layer has an indexer of its own, and so a cache of index keys.
         num_selected: Number of tokens that each token attends to, which an indexer selects, so that latents can be in
             host memory (`cache.hot`); None for layers that read others, too.
+        has_scales: Whether its rows in fp8 have a scale, which a checkpoint may have.
     """
 
     config: Any
     has_indexer: bool = False
     num_selected: int | None = None
+    has_scales: bool = False
 
     @abstractmethod
     def check_layout(self, dcp: DCPConfig) -> None:

@@ -167,7 +167,7 @@ def group_sizes(args: argparse.Namespace, num_ranks: int) -> list[int]:
     """
     if num_ranks == 1:
         raise ValueError(
-            "bench exchange measures 2 ranks or more, but 1 was started; start torchrun with --nproc-per-node 2 or more"
+            "bench exchange measures 2 ranks or more, but 1 was started; give tensor_parallel_size (-tp) 2 or more"
         )
     sizes: list[int] = args.decode_context_parallel_size or [num_ranks]
     for size in sizes:

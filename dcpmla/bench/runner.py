@@ -18,7 +18,7 @@ from dcpmla.bench.plots import check_outputs, grouped
 from dcpmla.bench.results import Row, add_commit_argument, dtype_name, write_results
 from dcpmla.bench.timing import Operation, TimeLimit, Timing, calls_over, time_operation, time_with_result
 from dcpmla.bench.words import comparisons, fields_of, name_of, named, results_of
-from dcpmla.cli.options import add_host_arguments, add_job_arguments, join, seconds, start
+from dcpmla.cli.options import add_host_arguments, add_job_arguments, add_rank_arguments, join, seconds, start
 from dcpmla.job.bootstrap import Ranks, agree
 from dcpmla.job.faults import is_out_of_memory
 from dcpmla.job.join import LOAD_TIMEOUT, Job
@@ -81,7 +81,8 @@ class Benchmark(Generic[Case, Inputs]):
     """A benchmark, defined in a file of its own; `run` takes it through its cases.
 
     Attributes:
-        ranks_of: Number of ranks that may measure: "one", "tp" (the value of -tp) or "any".
+        ranks_of: Number of ranks that may measure: "one", "tp" (the value of -tp, 1 by default) or "any" (likewise,
+            or as many as a launcher has started).
         has_engine: Whether it runs a model: it then adds `generate`'s options itself, and has no default time limit.
         plot_help: Description of the plot; "" where there is no plot.
         options: Options of its own, as `add_options` takes them.
@@ -214,6 +215,8 @@ def add_arguments(kind: type[Benchmark[Any, Any]], parser: argparse.ArgumentPars
         add_job_arguments(parser)
         if kind.ranks_of == "tp":
             add_host_arguments(parser)
+        elif kind.ranks_of == "any":
+            add_rank_arguments(parser)
     limit = None if kind.has_engine else _TIME_LIMIT
     add("--time-limit", type=seconds, default=limit, metavar="S", help="seconds after which no further case begins")
     add("--json", type=Path, metavar="OUT.json", help="write the rows")
@@ -225,7 +228,7 @@ def add_arguments(kind: type[Benchmark[Any, Any]], parser: argparse.ArgumentPars
 def run(kind: type[Benchmark[Any, Any]], args: argparse.Namespace) -> None:
     """Measure every case, print and write the rows. Every rank calls it; the first one reports."""
     plot_path: Path | None = getattr(args, "plot", None)
-    joined = start(args) if kind.ranks_of == "tp" else join(args, partial(_check_ranks, kind, args))
+    joined = join(args, partial(_check_ranks, args)) if kind.ranks_of == "one" else start(args)
     with joined as job, nullcontext() if kind.has_engine else torch.inference_mode():
         job.watchdog.enter("checking the options", LOAD_TIMEOUT)
         is_first = job.ranks.is_first
@@ -261,8 +264,8 @@ def _inputs(kind: type[Benchmark[Any, Any]], args: argparse.Namespace) -> list[P
     return [Path(args.geometry)] if "geometry" in args else []
 
 
-def _check_ranks(kind: type[Benchmark[Any, Any]], args: argparse.Namespace, info: LaunchInfo) -> None:
-    if kind.ranks_of == "one" and info.num_ranks != 1:
+def _check_ranks(args: argparse.Namespace, info: LaunchInfo) -> None:
+    if info.num_ranks != 1:
         started = f"{info.num_ranks} ranks were started"
         raise ValueError(f"bench {args.benchmark} measures one device, but {started}; start one")
 

@@ -4,8 +4,9 @@ Every rank of a TP group makes the same calls, so all ranks know the same conten
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from dcpmla.cache.block_events import HOST, BlockEvent, Removed, Stored
 from dcpmla.cache.blocks import BlockAllocator
 
 _TOKENS_PER_STATE = 8192  # of blocks, for each slot of a state
@@ -29,19 +30,28 @@ def count_slots(num_bytes: int, block_bytes: int, state_bytes: int, block_tokens
 
 
 class SlotTable:
-    """Slots in [0, num_slots) by the keys of their content. The least recently used content is evicted first."""
+    """Slots in [0, num_slots) by the keys of their content. The least recently used content is evicted first.
+
+    Attributes:
+        events: Changes of announced content; None, the default, keeps no record of them.
+    """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._free = list(range(num_slots - 1, -1, -1))  # successive slots are copied together
         self._slots: OrderedDict[bytes, int] = OrderedDict()
         self._holders: Counter[bytes] = Counter()
+        self.events: list[BlockEvent] | None = None
+        self._announced: set[bytes] = set()
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._slots
 
     def __len__(self) -> int:
         return len(self._slots)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._slots)
 
     def slots(self, keys: Iterable[bytes]) -> list[int]:
         """Return the slots of known keys."""
@@ -82,6 +92,21 @@ class SlotTable:
     def remove(self, key: bytes) -> None:
         """Free the slot of a known key."""
         self._free.append(self._slots.pop(key))
+        if self.events is not None and key in self._announced:
+            self._announced.remove(key)
+            self.events.append(Removed(key, HOST))
+
+    def announce(self, stored: Stored) -> None:
+        """Record an event of one block, if its content is known and has none yet."""
+        (key,) = stored.keys
+        if self.events is not None and key in self._slots and key not in self._announced:
+            self._announced.add(key)
+            self.events.append(stored)
+
+    def take_events(self) -> list[BlockEvent]:
+        """Return the events since the last call, the oldest first, and keep later ones."""
+        events, self.events = self.events or [], []
+        return events
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note that a sequence's content was used, its end before its beginning: the end is evicted first, because no
@@ -144,12 +169,18 @@ class HostTier(Tier):
         super().__init__(num_blocks, num_states)
         self.disk = disk or Tier()
         self._pending: dict[bytes, int] = {}  # key -> block on the GPU
+        self._stored: dict[bytes, Stored] = {}  # events of pending blocks, for when they are stored
 
     def reset(self) -> None:
         """Forget all content of host memory and of the disks."""
+        events = self.blocks.events
+        for key in [*self.blocks] if events is not None else ():
+            self.blocks.remove(key)
         super().reset()
+        self.blocks.events = events
         self.disk.reset()
         self._pending.clear()
+        self._stored.clear()
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note in both tiers that a sequence's blocks were used, and the state after them."""
@@ -170,6 +201,13 @@ class HostTier(Tier):
         """Note that a block, remembered on the GPU, is to be stored, unless its content is known."""
         if self.blocks.num_slots and key not in self.blocks:
             self._pending.setdefault(key, block)
+
+    def announce(self, stored: Stored) -> None:
+        """Record the event of one block once host memory has it: now, or when it is stored."""
+        (key,) = stored.keys
+        if key in self._pending:
+            self._stored[key] = stored
+        self.blocks.announce(stored)
 
     def count(self, keys: Iterable[bytes], with_disk: bool = False) -> int:
         """Return how many of a sequence's next blocks are known, up to the first that is not.
@@ -203,5 +241,8 @@ class HostTier(Tier):
                 blocks.append(block)
                 slots.append(slot)
                 keys.append(key)
+            if key in self._stored:
+                self.blocks.announce(self._stored[key])
         self._pending.clear()
+        self._stored.clear()
         return blocks, slots, keys

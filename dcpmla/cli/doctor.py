@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dcpmla.bench.results import dtype_name
-from dcpmla.cli.options import add_job_arguments, add_model, join
+from dcpmla.cli.options import add_job_arguments, add_model, add_rank_arguments, start
 from dcpmla.cli.output import align, check_writable, write_json
 from dcpmla.cli.rank_facts import RankFacts, find_facts
 from dcpmla.cli.self_tests import ExchangeTest, SelfTest, attention_self_tests, exchange_heads, judge
@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.set_defaults(run=run)
     add_job_arguments(parser)
+    add_rank_arguments(parser)
     determinism = "also serve prompts in many ways with --deterministic, and compare their logits bit by bit"
     parser.add_argument("--determinism", action="store_true", help=determinism)
     model = "model of --determinism, a directory or a hub id; default: a small one of random weights"
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         The exit code: 1 where a self-test failed, on every rank.
     """
-    with join(args) as job, torch.inference_mode():
+    with start(args) as job, torch.inference_mode():
         with agree():
             if args.model and not args.determinism:
                 raise ValueError(f"--model is {args.model}; it goes with --determinism")

@@ -94,6 +94,13 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     add("--timeout", type=seconds, default=TIMEOUT, metavar="S", help=timeout)
 
 
+def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add -tp and its hosts to a command that any number of ranks can run."""
+    words = "ranks, which the command starts; without it those that a launcher has started, or one"
+    parser.add_argument("-tp", "--tensor-parallel-size", type=positive, metavar="N", help=words)
+    add_host_arguments(parser)
+
+
 def add_host_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of a job of -tp ranks that the command starts itself where no launcher has."""
     add_fields(parser, Hosts, "hosts")
@@ -109,7 +116,7 @@ def launch(args: argparse.Namespace) -> int | None:
         ValueError: Options of hosts that contradict each other or -tp, or that a launcher's ranks do not need.
         ConnectionError: The port where the ranks meet is taken.
     """
-    hosts, num_ranks = Hosts(**values_of(Hosts, args)), args.tensor_parallel_size
+    hosts, num_ranks = Hosts(**values_of(Hosts, args)), args.tensor_parallel_size or 1
     if is_started(os.environ, hosts.nnodes):
         if hosts != Hosts() and PARENT not in os.environ:
             raise ValueError(
@@ -122,7 +129,7 @@ def launch(args: argparse.Namespace) -> int | None:
 
 
 def start(args: argparse.Namespace) -> AbstractContextManager[Job]:
-    """Return the context of a block that runs as in `join`, with -tp ranks.
+    """Return the context of a block that runs as in `join`, with -tp ranks if the option is given.
 
     Raises:
         ValueError: The number of ranks is not -tp.

@@ -19,12 +19,15 @@ from dcpmla.parallel.linear import Weight
 _OFFSETS = "d2t"
 
 
-def load_eagle3(files: Eagle3Files, model: ShardedModel, reduce: Reduce, load_format: str) -> DraftModel:
+def load_eagle3(
+    files: Eagle3Files, model: ShardedModel, reduce: Reduce, load_format: str, default_scales: set[str]
+) -> DraftModel:
     """Load a head over a model whose attention has the head's layer. Collective over the job.
 
     Args:
         reduce: Sums over the TP ranks.
         load_format: Source of weights (`load_model`).
+        default_scales: Names of missing scales (`Parts`), to which the head's are added.
     Raises:
         ValueError: Tensors are missing or have another shape, or the model keeps no residual between its layers.
     """
@@ -45,12 +48,12 @@ def load_eagle3(files: Eagle3Files, model: ShardedModel, reduce: Reduce, load_fo
             *(model.attention, reduce),
             config.rms_norm_eps,
             files.directory,
+            default_scales,
             num_layers=model.attention.num_layers - 1,
         )
         layer = _load_layer(parts, files, model)
     except ValueError as error:
         raise ValueError(f"{LABEL}: {error}") from error
-    parts.warn_of_missing_scales()
     last = model.attention.num_layers - 1
     num_pairs = model.attention.layers[last].config.rope_dim // 2
     angles = partial(cos_sin, skeleton.model.rotary_emb.to(model.device), num_pairs, placement)

@@ -36,6 +36,8 @@ from dcpmla.job.bootstrap import agree, check_equal_arguments
 from dcpmla.parallel.mesh import DCPMesh
 from dcpmla.planning.hot import check_tiers
 from dcpmla.runtime import compilations
+from dcpmla.runtime.batch import MAX_SCORED
+from dcpmla.runtime.choice_memory import touch_choice_memory
 from dcpmla.runtime.costs import LoadCosts
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.warm_up import warm_up
@@ -187,15 +189,25 @@ def _plan_cache(
     return replace(plan, num_blocks=num_blocks)
 
 
+def profile_step(model: ShardedModel, options: EngineOptions) -> None:
+    """Run the largest step over dummy tokens, with the choice of its new tokens and the log probabilities of as many
+    tokens of prompts as a step scores. Collective over the TP group.
+    """
+    num_tokens = options.max_num_batched_tokens
+    num_choices = min(num_tokens, options.max_num_seqs * options.max_query_len)
+    logits = model.profile(num_tokens, min(num_tokens, num_choices + MAX_SCORED))
+    touch_choice_memory(logits, num_choices, options.max_query_len)
+
+
 def _free_bytes(model: ShardedModel, options: EngineOptions, num_local_ranks: int, graphs: Sequence[GraphMaker]) -> int:
     """Return this rank's bytes for the cache: the usable memory, less the needs of the largest step and of graphs."""
-    utilization, num_tokens = options.gpu_memory_utilization, options.max_num_batched_tokens
+    utilization = options.gpu_memory_utilization
     if model.device.type == "cpu":
         return int(psutil.virtual_memory().available * utilization / num_local_ranks)
     gc.collect()  # graphs refer to themselves, so the rehearsal's would stay in memory
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
-    model.profile(num_tokens, min(num_tokens, options.max_num_seqs))
+    profile_step(model, options)
     step_bytes = torch.cuda.max_memory_allocated(model.device) - before
     graph_bytes = sum(maker.measure() for maker in graphs)
     torch.cuda.empty_cache()

@@ -53,7 +53,7 @@ class Parts:
         reduce: Sums over the TP ranks.
         eps: Epsilon of the norms of hidden states.
         directory: Directory of the checkpoint.
-        default_scales: Names of scales that are 1 because the checkpoint lacks them.
+        default_scales: Names of scales that are 1 in some layer because its checkpoint lacks them.
         num_layers: Number of layers of attention that are loaded.
     """
 
@@ -127,10 +127,11 @@ class Parts:
 
     def attention(self, name: str) -> tuple[AttentionLayer, int]:
         """Load the next layer of attention, and return it with its number."""
-        prefix, number = f"{name}.", self.num_layers
+        prefix, number, spec = f"{name}.", self.num_layers, self.stack.layers[self.num_layers]
         weights = {key.removeprefix(prefix): self.weights[key] for key in self.weights if key.startswith(prefix)}
-        self.default_scales |= missing_scales(weights, self.placement.dcp)
-        layer = self.stack.layers[number].new_layer(self.placement)
+        if spec.has_scales:
+            self.default_scales |= missing_scales(weights, self.placement.dcp)
+        layer = spec.new_layer(self.placement)
         try:
             layer.load_weights(weights)
         except ValueError as error:
@@ -139,11 +140,11 @@ class Parts:
         return layer, number
 
     def warn_of_missing_scales(self) -> None:
-        """Log which scales are 1 because the checkpoint lacks them."""
+        """Log which scales are 1 because a checkpoint lacks them."""
         if self.default_scales and self.placement.mesh.tp_rank == 0:
             _logger.warning(
-                "the checkpoint has no %s, so 1 is taken: e4m3 saturates at 448 and loses what is smaller than 0.001 "
-                "(--kv-cache-scale gives a kv_scale, --calculate-kv-scales finds both)",
+                "layers have no %s in their checkpoint, so 1 is taken: e4m3 saturates at 448 and loses what is smaller "
+                "than 0.001 (--kv-cache-scale gives a kv_scale, --calculate-kv-scales finds both)",
                 " and no ".join(sorted(self.default_scales)),
             )
 

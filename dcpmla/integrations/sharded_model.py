@@ -103,7 +103,7 @@ class ShardedModel:
         return [exchange.fault for exchange in self._exchanges if exchange.fault is not None]
 
     @torch.inference_mode()
-    def profile(self, num_tokens: int, num_logits: int = 1) -> None:
+    def profile(self, num_tokens: int, num_logits: int = 1) -> Tensor:
         """Run dummy tokens without a cache, so that the allocator's peak shows what the largest step needs.
         Collective over the TP group.
 
@@ -111,14 +111,17 @@ class ShardedModel:
         Attention claims its memory and computes nothing (`MLAAttention.touch_peak_memory`).
 
         Args:
-            num_logits: Limit of a step's rows with logits, one per request.
+            num_logits: Limit of a step's rows with logits, at most num_tokens.
+        Returns:
+            Logits [num_logits, vocab] float32.
         """
         token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
         shared = self.attention.touch_peak_memory(num_tokens, self.device)
-        self.logits(self.hidden(token_ids, None, None)[:num_logits])
+        logits = self.logits(self.hidden(token_ids, None, None)[:num_logits])
         if self.drafts is not None:
             self.drafts.profile(num_tokens)
         del shared  # a step holds it during the whole pass
+        return logits
 
     def prepare(self, metadata: StepMetadata) -> StepMetadata:
         """Return a step with what its layers share."""

@@ -108,10 +108,10 @@ def load_model(
     if with_mtp:
         prepare = partial(attention.prepare, rotary=loaded.angles, dtype=dtype, layers=own_layers)
         loaded.drafts = family.load_drafts(parts, mtp_block, decoder, loaded.head, prepare)
-    parts.warn_of_missing_scales()
     warn_of_cuts(model, placement, formats[0])
     if eagle3 is not None:
-        loaded.drafts = load_eagle3(eagle3, loaded, reduce, load_format)
+        loaded.drafts = load_eagle3(eagle3, loaded, reduce, load_format, parts.default_scales)
+    parts.warn_of_missing_scales()
     if dcp.deterministic:
         for module in loaded.modules():
             make_deterministic(module)

@@ -17,14 +17,16 @@ from dcpmla.job.faults import RESTART
 from dcpmla.job.hosts import Hosts
 from dcpmla.job.launcher import PARENT
 from dcpmla.job.rendezvous import listen_for_ranks
-from dcpmla.job.signals import StopSignals
+from dcpmla.job.signals import StopSignals, pause
 from dcpmla.parallel.collectives import name_ranks
 
 _LOOK = 0.1  # seconds between two looks at the children
+_PAUSE = 2.0  # seconds in which ranks stop by themselves after Ctrl-Z
 _LAST_LINES = 1.0  # seconds that a rank's last lines may take
 # What ranks get that go on after another one failed, by seconds: a server drains at the first SIGTERM and ends at the
 # second. The guard of a server's HTTP process waits 15 s before it kills that.
 _STOPS = ((0.0, signal.SIGTERM), (5.0, signal.SIGTERM), (20.0, signal.SIGKILL))
+_FOR_GROUPS = (signal.SIGKILL, signal.SIGTSTP, signal.SIGSTOP, signal.SIGCONT)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux's prctl
 _LINE = b"dcpmla: error: "
 
@@ -33,7 +35,8 @@ def run_local_ranks(num_ranks: int, hosts: Hosts) -> int:
     """Run this program again for each rank of this host, and wait until all of them and their children have ended.
 
     The first rank has this process's input and outputs. Other ranks are silent on stdout, and each line of their stderr
-    gets their number in front. SIGTERM and SIGINT go to all ranks. When a rank fails, the others are stopped. On the
+    gets their number in front. SIGTERM and SIGINT go to all ranks. After SIGTSTP (Ctrl-Z) they stop,
+    then this process, and all go on when it gets SIGCONT. When a rank fails, the others are stopped. On the
     first host this process serves the store where the ranks meet, so that no rank's end takes it away.
 
     Args:
@@ -114,6 +117,9 @@ class _LocalRanks:
                     self._start(variables)
             while self._alive:
                 for number in self._signals.read():
+                    if number == signal.SIGTSTP:
+                        self._pause()
+                        continue
                     self._passed_on.add(number)
                     self._send(number)
                 for rank, process in list(self._alive.items()):
@@ -179,14 +185,34 @@ class _LocalRanks:
                 _say(f"{late} or its children did not end within {seconds:.0f} s and were killed")
             self._send(number)
 
+    def _pause(self) -> None:
+        """Stop the ranks, their children and this process until it gets SIGCONT. The store, which is a thread here,
+        answers until the ranks have stopped.
+        """
+        self._send(signal.SIGTSTP)
+        until = time.monotonic() + _PAUSE
+        while time.monotonic() < until and not all(map(_is_stopped, self._alive.values())):
+            time.sleep(_LOOK / 10)
+        self._send(signal.SIGSTOP)
+        pause()
+        self._send(signal.SIGCONT)
+
     def _send(self, number: int) -> None:
-        """Send a signal to all ranks, SIGKILL to their children, too."""
+        """Send a signal to all ranks; SIGKILL and those of pauses to their children, too."""
         for process in self._alive.values():
-            if number == signal.SIGKILL:
+            if number in _FOR_GROUPS:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
             else:
                 process.send_signal(number)
+
+
+def _is_stopped(process: "subprocess.Popen[bytes]") -> bool:
+    """Return whether a child is stopped, or has ended."""
+    with suppress(ChildProcessError):
+        options = os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, process.pid, options) is not None
+    return True
 
 
 @contextmanager

@@ -1,13 +1,15 @@
-"""SIGTERM and SIGINT, read by a thread while the main thread is in native code."""
+"""SIGTERM, SIGINT and SIGTSTP, read by a thread while the main thread is in native code."""
 
 import signal
 import socket
+import threading
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGTSTP, signal.SIGCONT)
 
 
 class StopSignals:
-    """The signals that ask a process to stop, from its construction, in the main thread, until `close`.
+    """The signals that ask a process to end, or to pause as Ctrl-Z does, from its construction, in the main thread,
+    until `close`.
 
     Args:
         timeout: Seconds that `read` waits.
@@ -19,14 +21,25 @@ class StopSignals:
         self._reader.settimeout(timeout)
         # Python's handlers wait for the main thread, which may be in a collective; the C handler writes at once.
         self._old_wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._old_handlers = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
+        pauses = signal.getsignal(signal.SIGTSTP) != signal.SIG_IGN  # a shell without job control ignores Ctrl-Z
+        taken = [number for number in _SIGNALS if pauses or number != signal.SIGTSTP]
+        self._old_handlers = {number: signal.signal(number, lambda *_: None) for number in taken}
 
     def read(self) -> list[int]:
-        """Wait for signals, and return their numbers; an empty list after the timeout or `interrupt`."""
+        """Wait for signals, and return their numbers; an empty list after the timeout or `interrupt`. A SIGTSTP that a
+        SIGCONT has followed counts for nothing.
+        """
+        numbers = list[int]()
         try:
-            return [number for number in self._reader.recv(64) if number in _SIGNALS]
+            received = self._reader.recv(64)
         except TimeoutError:
-            return []
+            return numbers
+        for number in received:
+            if number == signal.SIGCONT:
+                numbers = [each for each in numbers if each != signal.SIGTSTP]
+            elif number in _SIGNALS:
+                numbers.append(number)
+        return numbers
 
     def interrupt(self) -> None:
         """End a `read` of another thread."""
@@ -39,3 +52,8 @@ class StopSignals:
             signal.signal(number, handler)
         self._reader.close()
         self._writer.close()
+
+
+def pause() -> None:
+    """Stop this process, all of its threads, until it gets SIGCONT."""
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # sent to this thread, it takes effect before the return

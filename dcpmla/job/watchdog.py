@@ -26,7 +26,7 @@ from dcpmla.job.faults import (
     find_missing,
 )
 from dcpmla.job.flight_record import write_flight_record
-from dcpmla.job.signals import StopSignals
+from dcpmla.job.signals import StopSignals, pause
 
 _GRACE = 5.0  # seconds that the store may take to answer
 _NO_STORE = (
@@ -59,7 +59,8 @@ class Watchdog:
 
     The first rank to claim it prints the line; without a store each rank prints its own. A second thread, which never
     touches the store, takes the signals, and takes over when the store does not answer. The watchdog uses no process
-    groups; their timeouts should be longer than its own.
+    groups; their timeouts should be longer than its own. After SIGTSTP (Ctrl-Z) it stops this process until SIGCONT;
+    the time in between counts for no operation.
 
     Exit codes: 1 for a fault, 2 for a user's mistake (ValueError), 128 + n for signal n.
 
@@ -75,7 +76,8 @@ class Watchdog:
         if not timeout > 0:
             raise ValueError(f"timeout (--timeout) is {timeout}; it must be a number of seconds above 0")
         self._job_store, self._rank, self._num_ranks, self._timeout = store, rank, num_ranks, timeout
-        self._operation = _Operation(0, "start-up", time.monotonic(), timeout)
+        self._running, self._paused_seconds = threading.Lock(), 0.0  # the lock is held while the process is stopped
+        self._operation = _Operation(0, "start-up", self._now(), timeout)
         self._ending: Fault | None = None
         self._num_beats, self._beaten, self._resumed, self._spoken = 0, time.monotonic(), -math.inf, False
         self._left, self._reported, self._wake = threading.Event(), threading.Event(), threading.Event()
@@ -84,7 +86,7 @@ class Watchdog:
     def enter(self, operation: str, timeout: float | None = None) -> None:
         """Announce the main thread's next operation and the seconds it may take, waits for slower ranks not counted."""
         self._operation = _Operation(
-            self._operation.number + 1, operation, time.monotonic(), self._timeout if timeout is None else timeout
+            self._operation.number + 1, operation, self._now(), self._timeout if timeout is None else timeout
         )
 
     def on_stop(self, callback: Callable[[], object]) -> None:
@@ -139,15 +141,15 @@ class Watchdog:
         if now - self._beaten > self._timeout:
             self._resumed = now
         self._beaten = now
-        count, operation, since, limit = self._operation
+        seconds, (count, operation, _, limit) = self._seconds(), self._operation
         left, failed = self._left.is_set(), self._ending is not None
         if not left:
             # Native code that holds the interpreter's lock stops both threads. This timer needs no lock, and prints
             # the stacks. It is a thread: without memory for one, the main thread fails, too, and that is reported.
-            with suppress(RuntimeError):
+            with suppress(RuntimeError), self._running:
                 faulthandler.dump_traceback_later(limit + 2 * _GRACE, exit=True, file=2)
         line, waits = current_line(self._main_thread)
-        self._board.write(Post(self._num_beats, count, operation, now - since, limit, line, waits, left, failed))
+        self._board.write(Post(self._num_beats, count, operation, seconds, limit, line, waits, left, failed))
 
     def _follow(self) -> None:
         """End this process if another rank has ended the job."""
@@ -174,8 +176,8 @@ class Watchdog:
     def _look(self) -> tuple[list[Post | None], list[int]]:
         """Read all posts twice, seconds apart; return the later ones and the ranks that are missing."""
         before = self._board.read_posts()
-        until = time.monotonic() + LOOK
-        while time.monotonic() < until:
+        until = self._now() + LOOK
+        while self._now() < until:
             time.sleep(BEAT)
             self._beat()
             self._follow()
@@ -184,7 +186,12 @@ class Watchdog:
 
     def _seconds(self) -> float:
         """Return the time in the operation so far."""
-        return time.monotonic() - self._operation.since
+        return self._now() - self._operation.since
+
+    def _now(self) -> float:
+        """Return the seconds of a clock without the pauses."""
+        with self._running:
+            return time.monotonic() - self._paused_seconds
 
     def _end_soon(self, ending: Fault) -> None:
         self._ending = self._ending or ending
@@ -229,6 +236,9 @@ class Watchdog:
         num_silent, answered = 0, self._board.answered_at
         while not self._left.is_set():
             for number in self._signals.read():
+                if number == signal.SIGTSTP:
+                    self._pause()
+                    continue
                 callback, self._on_stop = self._on_stop, None
                 if callback is not None:
                     callback()
@@ -240,6 +250,13 @@ class Watchdog:
             answered = self._board.answered_at
             if num_silent * BEAT > _GRACE and not self._board.is_lost:
                 self._step_in()
+
+    def _pause(self) -> None:
+        with self._running:
+            faulthandler.cancel_dump_traceback_later()  # its timer runs on, and would end the process at SIGCONT
+            stopped = time.monotonic()
+            pause()
+            self._paused_seconds += time.monotonic() - stopped
 
     def _step_in(self) -> None:
         """End this process without the store, if it is due to end, because the other thread hangs."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from dcpmla.runtime.costs import PieceCosts
 from dcpmla.runtime.request import Request
 
-_MAX_SCORED = 256  # limit of a step's prompt tokens with logits, each a row of the vocabulary in float32
+MAX_SCORED = 256  # limit of a step's prompt tokens with logits, each a row of the vocabulary in float32
 
 
 class Piece(NamedTuple):
@@ -64,7 +64,7 @@ class Batch:
         """Return the number of a request's tokens that fit."""
         if not request.is_scored:
             return self.budget
-        return min(self.budget, _MAX_SCORED - self.num_scored)
+        return min(self.budget, MAX_SCORED - self.num_scored)
 
     def add(self, request: Request, num_tokens: int) -> None:
         """Add a request's tokens to the step, which must have room for them."""

@@ -1,10 +1,27 @@
-"""The events of a request's blocks (`dcpmla.cache.block_events`)."""
+"""The events of requests' blocks, in the cache and in host memory (`dcpmla.cache.block_events`)."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from dcpmla.cache.block_events import Stored
+from dcpmla.cache.block_events import BlockEvent, Stored
+from dcpmla.cache.blocks import BlockAllocator
+from dcpmla.cache.tier import HostTier
 from dcpmla.runtime.request import Request
+
+
+def record_events(allocator: BlockAllocator, tier: HostTier) -> None:
+    """Keep the changes of remembered blocks from now on, for `take_events`."""
+    allocator.events = []
+    if tier.blocks.num_slots:
+        tier.blocks.events = []
+
+
+def take_events(allocator: BlockAllocator, tier: HostTier) -> list[BlockEvent]:
+    """Return the changes since the last call. Those of host memory come first, because a block is stored there before
+    the cache loses it.
+    """
+    in_host = [] if tier.blocks.events is None else tier.blocks.take_events()
+    return in_host + allocator.take_events()
 
 
 def stored_events(request: Request, new: Sequence[int], block_tokens: int) -> Iterator[Stored]:

@@ -75,7 +75,7 @@ class Masks:
         bits = self._fill(choices, num_rows)
         failed = [own.row for own in choices if own.follower.error]
         at = np.concatenate([np.arange(own.row, own.row + 1 + len(own.drafts)) for own in choices])
-        return Masked(_masked(logits, at, bits), failed)
+        return Masked(mask_rows(logits, at, bits), failed)
 
     def _fill(self, choices: Sequence["_Choices"], num_rows: int) -> "np.ndarray[Any, np.dtype[np.uint32]]":
         """Return the masks of all choices [n, words]. Those after a draft that the grammar forbids have no meaning."""
@@ -122,7 +122,7 @@ class _Choices(NamedTuple):
     num_free: int
 
 
-def _masked(logits: Tensor, rows: "np.ndarray[Any, np.dtype[np.int64]]", bits: "np.ndarray[Any, Any]") -> Tensor:
+def mask_rows(logits: Tensor, rows: "np.ndarray[Any, np.dtype[np.int64]]", bits: "np.ndarray[Any, Any]") -> Tensor:
     """Return a copy of logits [n, vocab], minus infinity where the masks [len(rows), words] of rows have no bit."""
     vocab_size, masked = logits.shape[-1], logits.clone()
     at, words = upload([rows, bits.view(np.int32)], logits.device)

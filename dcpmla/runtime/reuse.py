@@ -8,6 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from dcpmla.cache.block_events import HOST
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.cache.states import Worth
 from dcpmla.cache.tier import HostTier
@@ -335,6 +336,10 @@ class PrefixReuse:
             self._tier.remember(blocks[index], key)
         if self._allocator.events is not None:
             self._allocator.events += stored_events(request, new, block_tokens)
+        if self._tier.blocks.events is not None:
+            for index in range(start, end):  # each block leaves host memory alone
+                for event in stored_events(request, [index], block_tokens):
+                    self._tier.announce(event._replace(medium=HOST))
         request.num_remembered_blocks = end
         if self._forks is None or num_known % block_tokens or num_known < request.num_computed_tokens:
             return None  # the state is the one after all tokens computed

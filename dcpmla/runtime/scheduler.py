@@ -108,7 +108,8 @@ class Scheduler:
                     batch.set_drafts(index, self.take_room(piece.request, min(num_drafts, batch.budget)))
         if batch.pieces:
             batch.room_us = self.costs.max_prefill_us
-        self._schedule_prompts(batch, prefills, now, agreed_now)
+        if prefills or self.waiting or not batch.pieces:
+            self._schedule_prompts(batch, prefills, now, agreed_now)
         batch.arrange(self.costs, self.max_absorbed_tokens)
         return batch
 

@@ -1,4 +1,4 @@
-"""Which prompts go before others (`Precedence`)."""
+"""Order of prompts that wait or run (`Precedence`)."""
 
 from collections import deque
 from enum import Enum, auto

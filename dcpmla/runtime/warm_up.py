@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from dcpmla.parallel.collectives import is_failed_collective
 from dcpmla.runtime.capture import error_on_host_sync
+from dcpmla.runtime.choice_memory import ALL_CHANGES
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.graph import StepGraph
 from dcpmla.runtime.graph_sizes import warm_up_sizes
@@ -22,20 +23,6 @@ from dcpmla.runtime.speculation import Speculation
 _log = logging.getLogger(__name__)
 _PREFILL, _DRAFTED, _GREEDY = (SamplingParams(max_new_tokens=num, ignore_eos=True) for num in (1, 3, 8))
 _SCORED, _SCORED_TOKENS = SamplingParams(max_new_tokens=1, ignore_eos=True, prompt_logprobs=0), 1024
-_DRAWN = SamplingParams(
-    max_new_tokens=8,
-    ignore_eos=True,
-    temperature=1.0,
-    top_k=20,
-    top_p=0.9,
-    min_p=0.01,
-    presence_penalty=0.5,
-    repetition_penalty=1.1,
-    min_tokens=4,
-    logit_bias={0: 1.0},
-    logprobs=1,
-    prompt_logprobs=1,
-)
 
 
 def rehearse(engine: Engine, graphs: Iterable[StepGraph], launched: Sized) -> list[list[Made]]:
@@ -123,7 +110,7 @@ def _rounds(engine: Engine, longest: int) -> list[tuple[list[list[int]], Samplin
     rounds = [([rng.choices(vocabulary, k=size)], _PREFILL) for size in warm_up_sizes(min(longest, budget))]
     size = min(longest, budget + budget // 2)
     prompts = [rng.choices(vocabulary, k=size) for _ in range(budget // size + 2)]
-    rounds += [(prompts, _GREEDY), ([prompt[:64] for prompt in prompts], _DRAWN)]
+    rounds += [(prompts, _GREEDY), ([prompt[:64] for prompt in prompts], ALL_CHANGES)]
     if engine.dcp.deterministic:  # the head has a tile for each number of rows, and prompts' logprobs many rows
         sizes = warm_up_sizes(min(longest, budget, _SCORED_TOKENS))
         rounds += [([rng.choices(vocabulary, k=size)], _SCORED) for size in sizes]

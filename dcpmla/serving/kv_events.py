@@ -12,7 +12,6 @@ import msgspec
 from dcpmla.cache.block_events import BlockEvent, Removed, Stored
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
-_GPU = "GPU"
 _KIND = "mla_attention"
 
 
@@ -67,6 +66,7 @@ class BlockStored(_Event):
     """Neighbouring blocks of a sequence that requests can reuse from now on.
 
     Attributes:
+        medium: Memory that has them, "GPU" or "CPU".
         block_hashes: Lowest 64 bits of the blocks' keys.
         parent_block_hash: Hash of the block before them, None if they begin a sequence.
         token_ids: Tokens of all blocks.
@@ -87,7 +87,7 @@ class BlockStored(_Event):
 
 
 class BlockRemoved(_Event):
-    """Blocks that have left the cache."""
+    """Blocks that have left a medium."""
 
     block_hashes: list[int]
     medium: str | None
@@ -114,14 +114,14 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
 def published(
     events: Iterable[BlockEvent], block_tokens: int
 ) -> Iterator[BlockStored | BlockRemoved | AllBlocksCleared]:
-    """Yield the events of a cache as they are published; neighbouring removals are one event.
+    """Yield events as they are published; neighbouring removals from a medium are one event.
 
     Args:
         block_tokens: Tokens of a block, over all DCP ranks.
     """
-    for kind, group in groupby(events, type):
-        if kind is Removed:
-            yield BlockRemoved([_hash(event.key) for event in group if isinstance(event, Removed)], _GPU, 0)
+    for medium, group in groupby(events, lambda event: event.medium if isinstance(event, Removed) else None):
+        if medium is not None:
+            yield BlockRemoved([_hash(event.key) for event in group if isinstance(event, Removed)], medium, 0)
             continue
         for event in group:
             yield _stored(event, block_tokens) if isinstance(event, Stored) else AllBlocksCleared()
@@ -133,7 +133,7 @@ def _stored(event: Stored, block_tokens: int) -> BlockStored:
     if event.cache_salt and begins:
         salts = [(event.cache_salt,), *[None] * (len(hashes) - 1)]
     parent = None if event.previous is None else _hash(event.previous)
-    return BlockStored(hashes, parent, event.token_ids, block_tokens, None, _GPU, None, salts, 0, _KIND)
+    return BlockStored(hashes, parent, event.token_ids, block_tokens, None, event.medium, None, salts, 0, _KIND)
 
 
 def _hash(key: bytes) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from dcpmla.integrations.model_files import read_encoder, read_model_type
 from dcpmla.integrations.open_model import ModelFiles
 from dcpmla.runtime.agreement import News
+from dcpmla.runtime.block_events import record_events, take_events
 from dcpmla.runtime.engine import Engine
 from dcpmla.runtime.in_flight import StepEvents
 from dcpmla.runtime.request import Request, TokenLogprobs
@@ -58,7 +59,7 @@ class ServingLoop:
     def __init__(self, engine: Engine, frontend: Frontend | None, publisher: "EventPublisher | None" = None) -> None:
         self._engine, self._frontend, self._publisher = engine, frontend, publisher
         if publisher is not None:
-            engine.allocator.events = []
+            record_events(engine.allocator, engine.scheduler.tier)
         engine.stops = None  # The HTTP process makes all texts, and finds stop strings in them.
         self._requests: dict[int, Request] = {}
         self._known = KnownPrompts(engine.allocator.block_tokens)
@@ -221,7 +222,8 @@ class ServingLoop:
         more: dict[tuple[str, ...], float] = {}
         if self._publisher is not None:
             allocator = self._engine.allocator
-            self._publisher.publish(allocator.take_events(), allocator.block_tokens)
+            events = take_events(allocator, self._engine.scheduler.tier)
+            self._publisher.publish(events, allocator.block_tokens)
             more = self._publisher.totals()
         engine, num_seen = self._engine, [(each.token_ids, each.num_seen_tokens) for each in self._requests.values()]
         self._frontend.send(

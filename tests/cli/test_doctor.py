@@ -24,7 +24,7 @@ from dcpmla.comm.nccl import AllGatherReduceScatter, AllToAll
 from dcpmla.integrations.families.table import attention_of
 from dcpmla.parallel import fixed
 from tests.support.backends import only
-from tests.support.launchers import run_forked, run_together, torchrun, unattended
+from tests.support.launchers import run_forked, run_together, torchrun
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -36,7 +36,8 @@ def test_the_attention_is_deepseek_v3_s() -> None:
 
 def test_two_ranks(tmp_path: Path) -> None:
     out = tmp_path / "doctor.json"
-    result, silent = run_forked(unattended(["-m", "dcpmla", "doctor", "--device", "cpu", "--json", out], 2))
+    command = [sys.executable, "-m", "dcpmla", "doctor", "-tp", "2", "--device", "cpu", "--json", out]
+    (result,) = run_forked([(command, {})])
     content = json.loads(out.read_text())
     assert (content["ok"], content["dtype"]) == (True, "float32")
     assert [(facts["rank"], facts["device"], facts["decode"], facts["prefill"]) for facts in content["ranks"]] == [
@@ -53,7 +54,8 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert found == [(backend, num_tokens, 16, False) for backend in ("a2a", "ag_rs") for num_tokens in (1, 32, 256)]
     assert all(row["median_us"] > 0 for row in content["latencies"])
     assert result.stdout.count("rank 1: cpu of ") == 1
-    assert silent.stdout == ""  # said once, by the first rank
+    assert result.stdout.startswith("ranks: 2 ranks, 2 of them on this host, started by dcpmla, on CPUs\n")
+    assert result.stdout.count("self-test of decode: ok") == 1  # said once, by the first rank
     assert result.stdout.endswith("all well: 4 self-tests passed on every rank\n")
 
 

@@ -149,6 +149,18 @@ def test_the_model_is_an_argument_or_an_option(command: str) -> None:
             model(*words)
 
 
+@pytest.mark.parametrize("command", ["doctor", "bench exchange", "bench reduce", "bench turns"])
+def test_commands_of_any_number_of_ranks_start_them(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher's ranks and a command without -tp go on as they are."""
+    started = []
+    monkeypatch.setattr("dcpmla.cli.options.run_local_ranks", lambda num_ranks, hosts: started.append(num_ranks) or 7)
+    args, alone = (build_parser().parse_args([*command.split(), *words]) for words in (["-tp", "3"], []))
+    assert (args.launch(args), alone.launch(alone), started) == (7, None, [3])
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    assert (args.launch(args), started) == (None, [3])
+
+
 def test_doctor_has_no_model_unless_it_is_given() -> None:
     assert build_parser().parse_args(["doctor"]).model is None
     assert build_parser().parse_args(["doctor", "--determinism", "m"]).model == "m"

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dcpmla.cache.block_events import Cleared, Removed, Stored
+from dcpmla.cache.block_events import HOST, Cleared, Removed, Stored
 from dcpmla.cli.vllm_options import VLLM_OPTIONS
 from dcpmla.serving.kv_events import EventsConfig, KVEventBatch, published
 from dcpmla.serving.metric_names import METRICS
@@ -67,14 +67,14 @@ def structs_of(tree: Path) -> Mapping[str, Any]:
 def test_events_are_read_by_vllms_structs(tree: Path) -> None:
     """They come back as they were sent, and vLLM sends the same fields."""
     structs, key, parent = structs_of(tree), bytes(range(32)), bytes(range(1, 33))
-    events = [Stored([key], parent, [5, 6]), Stored([parent], None, [7, 8], "salt"), Removed(key), Cleared()]
+    events = [Stored([key], parent, [5, 6]), Stored([parent], None, [7, 8], "salt", HOST), Removed(key), Cleared()]
     sent = msgspec.msgpack.encode(KVEventBatch(1.5, [*published(events, 2)], 0))
     batch = msgspec.msgpack.decode(sent, type=structs["KVEventBatch"])
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch)) == msgspec.msgpack.decode(sent)
     assert (batch.ts, batch.data_parallel_rank, len(batch.events)) == (1.5, 0, 4)
     first, second, removed, cleared = batch.events
     assert (first.token_ids, first.block_size, first.medium) == ([5, 6], 2, "GPU")
-    assert (second.parent_block_hash, second.extra_keys) == (None, [("salt",)])
+    assert (second.parent_block_hash, second.extra_keys, second.medium) == (None, [("salt",)], "CPU")
     assert removed.block_hashes == first.block_hashes
     assert isinstance(cleared, structs["AllBlocksCleared"])
 

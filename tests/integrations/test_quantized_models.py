@@ -91,7 +91,9 @@ def check_models(directory: Path) -> list[float]:
     plain, _ = generate(directory, layout(2, 1, 1, ("auto", "auto")))
     with TestCase().assertLogs("dcpmla.integrations.parts") if dist.get_rank() == 0 else nullcontext() as log:
         unscaled, _ = generate(directory, layout(2, 2, 1, ("fp8", "auto"), kv_cache_scale=None))
-    assert log is None or ["has no kv_scale, so 1 is taken" in line for line in log.output] == [True]
+    assert log is None or [
+        "layers have no kv_scale in their checkpoint, so 1 is taken" in line for line in log.output
+    ] == [True]
     with patch(
         "dcpmla.cache.formats.to_cache_rows",
         lambda kv_c, k_pe, *_: torch.cat([off_by_a_sixteenth(part) for part in (kv_c, k_pe)], -1),

@@ -22,7 +22,7 @@ from tests.job.test_launcher import env_of
 from tests.support import small_rank
 from tests.support.ranks import start_process
 from tests.support.waiting import wait_until
-from tests.support.watched_jobs import process_status
+from tests.support.watched_jobs import is_stopped, process_status
 
 SOON = ((0.0, signal.SIGTERM), (0.3, signal.SIGTERM), (0.6, signal.SIGKILL))
 
@@ -77,7 +77,7 @@ def _parent(directory: Path, actions: tuple[str, ...]) -> None:
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     sys.stderr = os.fdopen(2, "w", closefd=False)
-    local_ranks._STOPS = SOON  # type: ignore[misc]
+    local_ranks._STOPS, local_ranks._PAUSE = SOON, 0.3  # type: ignore[misc]
     sys.orig_argv = [sys.executable, str(small_rank.__file__), str(directory), *actions]
     os.environ.pop("OMP_NUM_THREADS", None)
     sys.exit(run_local_ranks(len(actions), Hosts()))
@@ -133,6 +133,19 @@ def test_signals_reach_every_rank_once(number: signal.Signals, tmp_path: Path) -
         assert job.code() == 0
         assert job.read("got 1") == f"{number.name} SIGTERM"
         assert job.errors() == []
+
+
+def test_ctrl_z_pauses_all(tmp_path: Path) -> None:
+    """Also a rank that ignores it. All go on together, as often as they are asked to."""
+    with family(tmp_path, "sleep", "ignore") as job:
+        pids = [job.process.pid, *(rank["pid"] for rank in job.ranks())]
+        for _ in range(2):
+            os.kill(job.process.pid, signal.SIGTSTP)
+            wait_until(lambda: all(map(is_stopped, pids)), "a process goes on")
+            os.kill(job.process.pid, signal.SIGCONT)
+            wait_until(lambda: not any(map(is_stopped, pids)), "a process stays stopped")
+        os.kill(job.process.pid, signal.SIGTERM)
+        assert job.code() == 128 + signal.SIGTERM
 
 
 def test_stopped_at_its_start(tmp_path: Path) -> None:

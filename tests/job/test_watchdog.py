@@ -115,6 +115,8 @@ JOBS: dict[str, tuple[Callable[[], Ended], list[int], str]] = {
     ),
     "left apart": (partial(run, work.leave_apart, 3), [0, 0, 0], ""),
     "loading": (partial(run, work.take_turns_loading), [0, 0], ""),
+    # Longer than the timeout, and than the timer that would end a rank without a watchdog.
+    "paused": (partial(run, work.pause_in_a_step, stopped_seconds=17), [0, 0], ""),
     "lost store": (partial(run, work.go_on, store_seconds=3), [0, 0], ""),
 }
 

@@ -2,22 +2,25 @@
 
 import random
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 
-from dcpmla.cache.block_events import BlockEvent, Cleared, Removed, Stored
+from dcpmla.cache.block_events import GPU, HOST, BlockEvent, Cleared, Removed, Stored
 from dcpmla.cache.blocks import BlockAllocator, block_key, salt_key
-from dcpmla.runtime.block_events import stored_events
+from dcpmla.cache.host import HostMemory
+from dcpmla.runtime.block_events import record_events, stored_events, take_events
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.sampling import SamplingParams
 from tests.support.hash_model import BLOCK, make_engine
+from tests.support.late_disk import threaded_disk
 
 
 def follow(known: set[bytes], events: Iterable[BlockEvent]) -> None:
     """Apply events to the keys that are known, and compute the keys of stored blocks anew from their tokens."""
     for event in events:
         match event:
-            case Stored(keys, previous, token_ids, cache_salt):
+            case Stored(keys, previous, token_ids, cache_salt, _):
                 assert keys
                 assert len(token_ids) == BLOCK * len(keys)
                 assert previous is None or previous in known
@@ -27,10 +30,60 @@ def follow(known: set[bytes], events: Iterable[BlockEvent]) -> None:
                     chained = block_key(chained, token_ids[index * BLOCK : (index + 1) * BLOCK])
                     assert chained == key
                     known.add(key)
-            case Removed(key):
+            case Removed(key, _):
                 known.remove(key)
             case Cleared():
                 known.clear()
+
+
+def no_disk(memory: HostMemory) -> None:
+    """Open none."""
+
+
+@pytest.mark.parametrize(("num_host_blocks", "has_disk"), [(7, False), (400, False), (30, True)])
+def test_events_of_host_memory_lead_to_what_it_has(num_host_blocks: int, has_disk: bool, tmp_path: Path) -> None:
+    """Conversations that come back after the cache has lost them, over a host memory that holds some or all of them.
+    Blocks that host memory has read from a disk have an event once a request has used them.
+    """
+    open_disk = threaded_disk(tmp_path, 40) if has_disk else no_disk
+    engine = make_engine(12, max_num_seqs=4, num_host_blocks=num_host_blocks, open_disk=open_disk)
+    rng = random.Random(7)
+    scheduler = engine.scheduler
+    record_events(engine.allocator, scheduler.tier)
+    known: dict[str, set[bytes]] = {GPU: set(), HOST: set()}
+    beginnings = [[rng.randrange(28) for _ in range(5 * BLOCK)] for _ in range(5)]
+    num_removed = 0
+    for _ in range(40):
+        content = [*rng.choice(beginnings), *rng.choices(range(28), k=rng.randrange(1, 9))]
+        params = SamplingParams(max_new_tokens=rng.randrange(1, 2 * BLOCK), ignore_eos=True)
+        request = engine.add(engine.prompt(content, rng.choice(["", "a"])), params)
+        while engine.has_requests:
+            next(engine.run(), None)
+            for event in take_events(engine.allocator, scheduler.tier):
+                assert not isinstance(event, Cleared)
+                if event.medium == GPU:
+                    follow(known[GPU], [event])
+                elif isinstance(event, Removed):
+                    known[HOST].remove(event.key)
+                    num_removed += 1
+                else:
+                    (key,) = event.keys
+                    before = salt_key(event.cache_salt) if event.previous is None else event.previous
+                    assert block_key(before, event.token_ids) == key
+                    assert key not in known[HOST]
+                    known[HOST].add(key)
+            assert known[GPU] == engine.allocator._by_key.keys()
+            assert known[HOST] <= {*scheduler.tier.blocks}
+            assert has_disk or known[HOST] == {*scheduler.tier.blocks}
+        own = request.block_keys(0, len(request.prompt_token_ids) // BLOCK, BLOCK)
+        assert {*own} & {*scheduler.tier.blocks} <= known[HOST]
+    assert known[HOST] - known[GPU], "blocks that the cache has lost"
+    assert (num_removed > 10) == (num_host_blocks < 400)
+    engine.reset()
+    events = take_events(engine.allocator, scheduler.tier)
+    assert events[-1] == Cleared()
+    assert {event.key for event in events[:-1] if isinstance(event, Removed)} == known[HOST]
+    engine.close()
 
 
 @pytest.mark.parametrize("num_blocks", [12, 30, 200])

@@ -91,7 +91,7 @@ def check_entry(entry: TokenLogprobs, before: int, num_top: int) -> None:
 def test_log_probabilities(requests: list[tuple[list[int], Any, Any, float]], budget: int, max_scored: int) -> None:
     """Of prompts as well: cached ones, in pieces, of requests that are computed again."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch_module, "_MAX_SCORED", max_scored)
+        patch.setattr(batch_module, "MAX_SCORED", max_scored)
         model = TableModel()
         engine = make_engine(8, budget, model=model)
         added = []
@@ -114,7 +114,7 @@ def test_log_probabilities(requests: list[tuple[list[int], Any, Any, float]], bu
 
 def test_log_probabilities_of_a_prompt_that_is_begun_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """An older request takes the last block while the younger one's prompt is half scored."""
-    monkeypatch.setattr(batch_module, "_MAX_SCORED", 2)
+    monkeypatch.setattr(batch_module, "MAX_SCORED", 2)
     engine = make_engine(6, model=TableModel())
     engine.add([1, 2, 3], SamplingParams(max_new_tokens=20, ignore_eos=True))
     young = engine.add(list(range(14)), SamplingParams(max_new_tokens=2, prompt_logprobs=1, ignore_eos=True))

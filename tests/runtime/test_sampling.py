@@ -14,7 +14,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from dcpmla.runtime.draws import draw_tokens, log_sums, nucleus, ranks_of
 from dcpmla.runtime.host_copy import HostCopy
-from dcpmla.runtime.masks import NO_TOKEN, Masked, _masked
+from dcpmla.runtime.masks import NO_TOKEN, Masked, mask_rows
 from dcpmla.runtime.request import Request, new_generator
 from dcpmla.runtime.sampling import SamplingParams, sample
 from tests.attention.test_small_kernels import compile_for_hopper
@@ -272,7 +272,7 @@ def test_masks_are_applied_to_their_rows_alone(device: str) -> None:
         allowed = np.unpackbits(own.view(np.uint8), bitorder="little")[:1000]
         expected[row, allowed == 0] = -torch.inf
     before = logits.clone()
-    assert torch.equal(_masked(logits, rows, bits).cpu(), expected)
+    assert torch.equal(mask_rows(logits, rows, bits).cpu(), expected)
     assert torch.equal(logits, before)
     drafts = HostCopy(torch.arange(5, device=device))
     assert drafts.wait() == [0, 1, 2, 3, 4]

@@ -159,7 +159,7 @@ def test_all_requests_finish_and_ranks_decide_alike(
     num_drafts: int,
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch_module, "_MAX_SCORED", max_scored)
+        patch.setattr(batch_module, "MAX_SCORED", max_scored)
         steps = serve_alike(load, num_blocks, budget, max_num_seqs, num_states, num_aborts, num_drafts)
     assert all(sum(piece.num_tokens for piece in step.pieces) <= budget for step in steps)
     total = sum(request.max_seq_len + 3 for arriving in requests_of(load) for request in arriving)

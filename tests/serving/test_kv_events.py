@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dcpmla.cache.block_events import Cleared, Removed, Stored
+from dcpmla.cache.block_events import HOST, Cleared, Removed, Stored
 from dcpmla.serving.kv_events import EventsConfig, KVEventBatch, published
 from tests.support.launchers import free_port
 from tests.support.waiting import wait_until
@@ -31,12 +31,15 @@ def test_the_format() -> None:
     """Byte for byte what msgspec makes of vLLM's structs."""
     key, parent = bytes(range(32)), bytes(range(1, 33))
     low, before = (int.from_bytes(each[-8:], "big") for each in (key, parent))
-    events = [Stored([key], parent, [5, 6], "s"), Removed(key), Removed(parent), Cleared()]
+    events = [Stored([key], parent, [5, 6], "s"), Removed(key), Removed(parent), Removed(key, HOST), Cleared()]
+    events.insert(1, Stored([parent], None, [1, 2], medium=HOST))
     expected = Batch(
         1.5,
         [
             BlockStored([low], before, [5, 6], 2, None, "GPU", None, None, 0, "mla_attention"),
+            BlockStored([before], None, [1, 2], 2, None, "CPU", None, None, 0, "mla_attention"),
             BlockRemoved([low, before], "GPU", 0),
+            BlockRemoved([low], "CPU", 0),
             AllBlocksCleared(),
         ],
         0,

@@ -21,6 +21,8 @@ def main(directory: Path, *actions: str) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: _GOT.append(signal.Signals(number).name))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    if work == "ignore":
+        signal.signal(signal.SIGTSTP, signal.SIG_IGN)
     child = subprocess.Popen(["sleep", "600"]).pid if work == "leave" else None
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "DCPMLA_PARENT"]
     found = {name: os.environ[name] for name in names} | {"pid": pid, "child": child}

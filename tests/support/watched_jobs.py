@@ -44,11 +44,17 @@ class Ended:
         return [line for line in self.text.splitlines() if "dcpmla: error: " in line]
 
 
-def run(work: Work, num_ranks: int = 2, store_on_rank_0: bool = False, store_seconds: float = 60) -> Ended:
+def run(
+    work: Work,
+    num_ranks: int = 2,
+    store_on_rank_0: bool = False,
+    store_seconds: float = 60,
+    stopped_seconds: float = 0,
+) -> Ended:
     """Run work(rank, watchdog) on every rank, in processes without a launcher.
 
-    Stopped ranks resume when the others have ended. The store is rank 0's or, with store_seconds, that of a process
-    which leaves after so long.
+    Stopped ranks resume stopped_seconds after the others have ended or stopped. The store is rank 0's or, with
+    store_seconds, that of a process which leaves after so long.
     """
     port = free_port()
     store = None if store_on_rank_0 else dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
@@ -68,6 +74,7 @@ def run(work: Work, num_ranks: int = 2, store_on_rank_0: bool = False, store_sec
                 if seconds > store_seconds:
                     store = None
                 if all(is_stopped(process.pid) for process in running):
+                    time.sleep(stopped_seconds)
                     for process in running:
                         os.kill(process.pid, signal.SIGCONT)
         finally:
@@ -197,6 +204,17 @@ def go_on(rank: int, watchdog: Watchdog) -> None:
         watchdog.enter(f"decode step {number}")
         time.sleep(0.5)
         step()
+
+
+def pause_in_a_step(rank: int, watchdog: Watchdog) -> None:
+    """Take SIGTSTP in an operation that may take less time than the pause, and go on with it; rank 0 waits for rank 1
+    then.
+    """
+    watchdog.enter("decode step 1", 2 * TIMEOUT)
+    os.kill(os.getpid(), signal.SIGTSTP)
+    for _ in range(rank * int(10 * (TIMEOUT + STEP))):
+        time.sleep(0.1)  # a single sleep would end with the pause
+    step()
 
 
 BROKEN = (b"", b"\xff", b"[" * 9999, b"7", b"{}", b'{"beat": "late"}', b"[0, 1]", b'[0, 1, "2"]', b"[0, 999, 2]")

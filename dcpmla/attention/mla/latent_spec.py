@@ -32,6 +32,7 @@ class LatentSpec(LayerSpec):
     config: MLAConfig
     has_indexer: bool = False
     rotary: str = MAIN_ROTARY
+    has_scales = True
 
     @property
     def num_selected(self) -> int | None:  # type: ignore[override]
