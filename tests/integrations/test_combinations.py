@@ -234,7 +234,6 @@ class RowEngines:
     def _check_features(self, engine: Engine) -> None:
         row, stats = self.row, engine.stats
         assert (self.num_drafts + stats.num_draft_tokens > 0) == (not row.has("no drafts"))
-        print("ACC", row.levels[:3], self.num_drafts, stats.num_draft_tokens, self.num_accepted, stats.num_accepted_tokens, flush=True)
         assert (self.num_accepted + stats.num_accepted_tokens > 0) == (not row.has("no drafts"))
         assert (stats.num_cached_tokens > 0) == row.has("prefix hits")
         if row.has("host"):
