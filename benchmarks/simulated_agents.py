@@ -267,8 +267,8 @@ def main(words: Sequence[str] | None = None) -> None:
     """Run the command line, or other words."""
     args = make_parser().parse_args(words)
     if args.in_order:
-        Precedence.arrange = lambda _self, waiting: len(waiting)  # type: ignore[method-assign]
-        Precedence.is_little_first = False  # type: ignore[method-assign,assignment]
+        Precedence.arrange = lambda *_: 0  # type: ignore[method-assign]
+        Precedence.lacks_little = lambda *_: False  # type: ignore[method-assign]
     rows = simulate(args)
     found = {"knee": knees(rows)}
     print(json.dumps(found))

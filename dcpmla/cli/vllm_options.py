@@ -145,7 +145,7 @@ VLLM_OPTIONS = (
     _refused("--max-num-scheduled-tokens", words="use --max-num-batched-tokens"),
     _refused("--max-num-partial-prefills", same=("1",), words="use --max-prefill-ms"),
     _ignored("--long-prefill-token-threshold", "--prefill-schedule-interval", words="use --max-prefill-ms"),
-    _refused("--scheduling-policy", same=("fcfs",), words="requests are served as they arrive, but prompts that lack little pass others"),
+    _refused("--scheduling-policy", same=("fcfs",), words="requests are served in order, but short rests pass others"),
     _refused("--max-num-queued-reqs", words="use --max-waiting"),
     _ignored("--stream-interval", same=("1",), words="tokens are sent as they come"),
     _ignored("--compilation-config", "-cc", "-O", "--optimization-level", "--performance-mode", words=_CUDA_GRAPHS),

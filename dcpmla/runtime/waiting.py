@@ -12,7 +12,7 @@ _arrival_time = attrgetter("arrival_time")
 
 
 class Kind(Enum):
-    """Kinds of waiting requests, by what they lack; SOME is less than half of the prompt."""
+    """Kind of a waiting request, by the tokens that it lacks: SOME are less than half of its prompt, MOST are more."""
 
     PREEMPTED = auto()
     LITTLE = auto()
@@ -71,7 +71,9 @@ class Precedence:
         return len(first)
 
     def admit(self, request: Request) -> None:
-        """Note that a request runs, and what it has found in the cache."""
+        """Take a request that is admitted for the first time. If it was due, or lacks most of its prompt, the count of
+        tokens that pass others begins anew.
+        """
         if not self.lacks_little(request) and (self._was_missed(request) or self._is_due(request)):
             self._num_passed = 0
 

@@ -68,7 +68,7 @@ def test_turns_do_not_wait_for_long_prompts(tmp_path: Path, monkeypatch: pytest.
     """More contexts than the cache holds: in the order of arrival most turns wait for the prompts of others."""
     load = "-dcp 1 --kv-cache-tokens 20000 --concurrency 8 --max-num-batched-tokens 512"
     (mixed,) = run(tmp_path, load)
-    for name in ("arrange", "is_little_first"):
+    for name in ("arrange", "lacks_little"):
         monkeypatch.setattr(Precedence, name, getattr(Precedence, name))  # set back after the test
     (in_order,) = run(tmp_path, f"{load} --in-order")
     assert in_order["label"] == "DCP 1, in order"

@@ -26,9 +26,11 @@ _LAYERS: dict[str, dict[str, Any]] = {
     "deepseek-v3": {"num_hidden_layers": 2, "first_k_dense_replace": 1},
     "v2-lite": {"num_hidden_layers": 2},
     "deepseek-v4-flash": {
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        "mlp_layer_types": ["hash_moe", "hash_moe", "moe"],
         **{"dspark_block_size": 5, "dspark_markov_rank": 256, "dspark_noise_token_id": 128799},
-        "dspark_target_layer_ids": [1, 2, 3],
+        "dspark_target_layer_ids": [0, 1, 2],
     },
 }
 _EAGER = {"enforce_eager": True}

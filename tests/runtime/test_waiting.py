@@ -1,4 +1,4 @@
-"""Which prompts go before others, and what that does for conversations that the cache cannot hold together."""
+"""The order of prompts that wait or run, and what it does for conversations that the cache cannot hold together."""
 
 from collections import deque
 from collections.abc import Callable
@@ -156,7 +156,7 @@ def test_more_conversations_than_fit_do_not_evict_each_other(monkeypatch: pytest
     """In the order of arrival each finds little or nothing, because all others were served since its last turn."""
     assert cached_share(3, num_turns=300) > 0.9
     for num_sessions in (6, 12, 40):
-        assert cached_share(num_sessions, num_turns=600) > 0.4
+        assert cached_share(num_sessions, num_turns=600) > 0.9
     in_order: Callable[..., Any] = lambda *_: 0  # noqa: E731
     monkeypatch.setattr(Precedence, "arrange", in_order)
     assert cached_share(3, num_turns=300) > 0.9

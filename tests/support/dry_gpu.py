@@ -159,7 +159,8 @@ def _key_of(values: Iterable[Any], tensors: list[Tensor]) -> tuple[Any, ...]:
     for value in values:
         if isinstance(value, Tensor):
             tensors.append(value)
-            key.append((*_Sizes.of(value), type(value) is PaperTensor))
+            sizes = value.shape, value.stride(), value.storage_offset(), value.dtype
+            key.append((sizes, type(value) is PaperTensor))
         elif isinstance(value, list | tuple):
             key.append(_key_of(value, tensors))
         else:
