@@ -134,7 +134,8 @@ def compile_product(
     constants: dict[str, Any] = {"ROWS": tile.rows, "BLOCK_ROWS": tile.rows, "DEPTH": tile.depth}
     constants |= constants_of(weights, gated)
     constants["NUM_SUMMED"] = num_summed
-    constants |= {"STAGES": tile.num_stages} | ({"GROUP": GROUPS[weights][1]} if is_packed else {"GATED": gated})
+    constants |= {"STAGES": tile.num_stages}
+    constants |= {"GROUP": GROUPS[weights][1], "SCALES_SUMS": tile.scales_sums} if is_packed else {"GATED": gated}
     left_out = [(few, "routes_ptr"), (not gated, "expert_weights_ptr"), (weights == "bf16", "w_scales_ptr")]
     left_out += [(weights == "bf16", "x_scales_ptr"), (is_packed and weights != "zeros", "zeros_ptr")]
     left_out.append((is_packed and weights != "nvfp4", "factors_ptr"))

@@ -28,6 +28,7 @@ class Tile(NamedTuple):
         rows, columns, depth: Routes, rows of W (of each part) and columns of W at a time; depth is of 16 bits or fewer.
         num_warps, num_stages: Warps per program, and stages of its pipeline.
         is_stacked: Whether both parts are one product; always so in 4 bits.
+        scales_sums: Whether scales multiply the sums of groups, not the values; for integers in 4 bits.
     """
 
     rows: int
@@ -36,6 +37,7 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
     is_stacked: bool = False
+    scales_sums: bool = False
 
 
 class Tiling(NamedTuple):
@@ -57,7 +59,7 @@ _FEW: dict[torch.dtype | str, Tiling] = {
     FP8: Tiling(1, Tile(16, 32, 128, 4, 7, True), Tile(16, 64, 128, 4, 9)),
     torch.uint8: Tiling(1, Tile(8, 16, 512, 2, 4), Tile(8, 32, 256, 2, 7)),
     # Warps share a step's groups, which gives each SM more warps to wait for memory than a tile has rows for.
-    _GROUPED: Tiling(1, Tile(8, 16, 1024, 8, 3), Tile(8, 32, 512, 4, 7)),
+    _GROUPED: Tiling(1, Tile(8, 16, 1024, 8, 3, scales_sums=True), Tile(8, 32, 512, 4, 7, scales_sums=True)),
 }
 # Smallest first. Measured on H200s.
 _TILINGS: dict[torch.dtype | str, tuple[Tiling, ...]] = {
@@ -78,7 +80,10 @@ _TILINGS: dict[torch.dtype | str, tuple[Tiling, ...]] = {
         Tiling(float("inf"), Tile(128, 64, 64, 4, 4), Tile(128, 128, 64, 4, 4)),
     ),
 }
-_TILINGS[_GROUPED] = Tiling(6, Tile(8, 16, 512, 4, 4), Tile(8, 128, 128, 4, 4)), *_TILINGS[torch.uint8][1:]
+_TILINGS[_GROUPED] = (
+    Tiling(6, Tile(8, 16, 512, 4, 4, scales_sums=True), Tile(8, 128, 128, 4, 4)),
+    *_TILINGS[torch.uint8][1:],
+)
 
 
 def compute_experts(call: RoutedRows) -> Tensor:
@@ -178,7 +183,7 @@ def _multiply(
         "enable_fp_fusion": fuses,
     }
     if isinstance(weight, Quantized) and weight.format.is_packed:
-        options["GROUP"] = weight.format.columns
+        options |= {"GROUP": weight.format.columns, "SCALES_SUMS": tile.scales_sums}
         tiles = describe(codes, [1, parts, tile.columns, depth // 2])
         packed_product_kernel[grid](x, tiles, scales, zeros, factors, *routing, **options)
     else:

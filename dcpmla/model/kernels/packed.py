@@ -69,6 +69,7 @@ def packed_product_kernel(
     K: tl.constexpr,
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
+    SCALES_SUMS: tl.constexpr,
 ):
     """Multiply rows of a block of routes by their expert's weights; one program per tile of rows and of W's.
 
@@ -77,6 +78,8 @@ def packed_product_kernel(
     scales_ptr, zeros_ptr, factors_ptr: Scales and zero points [E, PARTS, WIDTH, K / GROUP], and factors [E, PARTS,
         WIDTH], as in `Quantized`.
     x_ptr: Rows with the even columns first, then the odd ones; a gated result has the same order.
+    SCALES_SUMS: Whether scales multiply the sums of groups of integers, not the integers; a tile has whole groups then,
+        which its warps share.
     """
     PARTS: tl.constexpr = w_desc.block_shape[1]
     COLUMNS: tl.constexpr = w_desc.block_shape[2]
@@ -96,8 +99,6 @@ def packed_product_kernel(
     weight_row = tl.arange(0, N) // COLUMNS * WIDTH + first_column + tl.arange(0, N) % COLUMNS
     is_weight = first_column + tl.arange(0, N) % COLUMNS < WIDTH
     TILE_GROUPS: tl.constexpr = DEPTH // GROUP if DEPTH > GROUP else 1
-    # Sums of integers are scaled instead of the integers where a step has several groups: warps share its groups.
-    SCALES_SUMS: tl.constexpr = GROUP >= 64 and TILE_GROUPS > 1
     column = tl.arange(0, DEPTH)
     acc = tl.zeros([TILE_GROUPS, N, ROWS] if SCALES_SUMS else [N, ROWS], tl.float32)
     for step in tl.range(NUM_SUMMED * NUM_STEPS, num_stages=STAGES):
