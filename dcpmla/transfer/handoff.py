@@ -46,7 +46,7 @@ class Computed(NamedTuple):
         is_final: Whether no more is to come.
     """
 
-    blocks: Sequence[int]
+    blocks: tuple[int, ...]
     points: Sequence[Point]
     state: int | None
     is_final: bool

@@ -21,15 +21,23 @@ class Piece(NamedTuple):
 
     Attributes:
         tensor: Index of the tensor among the layout's tokens, or its states.
-        rows: Numbers of rows in the sequence [n] int64; of states, positions.
+        listed: Numbers in the sequence of all rows of a list of parts [n] int64; of states, positions. Tensors whose
+            rows have the same numbers share it.
+        window: Those of them that the part has.
         start: First byte in the part.
         columns: Bytes of a row: first byte on the source rank, on the target rank, and length.
     """
 
     tensor: int
-    rows: np.ndarray[Any, np.dtype[np.int64]]
+    listed: np.ndarray[Any, np.dtype[np.int64]]
+    window: slice
     start: int
     columns: tuple[tuple[int, int, int], ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Return the number of rows."""
+        return self.window.stop - self.window.start
 
     @property
     def row_bytes(self) -> int:
@@ -250,19 +258,18 @@ class _Packer:
         layer: int,
     ) -> None:
         """Add rows of a tensor."""
-        row_bytes = sum(length for *_, length in columns)
+        row_bytes, first = sum(length for *_, length in columns), 0
         if len(rows) and row_bytes > self._max_bytes:
             raise ValueError(f"a row of {row_bytes:,} bytes does not fit into slots of {self._max_bytes:,}")
-        while len(rows):
-            num = min(len(rows), (self._max_bytes - self._num_bytes) // row_bytes)
+        while first < len(rows):
+            num = min(len(rows) - first, (self._max_bytes - self._num_bytes) // row_bytes)
             if num:
-                piece = Piece(tensor, rows if num == len(rows) else rows[:num], self._num_bytes, columns)
-                self._pieces.append(piece)
+                self._pieces.append(Piece(tensor, rows, slice(first, first + num), self._num_bytes, columns))
                 end = self._num_bytes + num * row_bytes
                 self._num_bytes = min(self._max_bytes, -(-end // _ALIGNMENT) * _ALIGNMENT)
                 self._last_layer = layer
-                rows = rows[num:]
-            if len(rows):
+                first += num
+            if first < len(rows):
                 self._flush()
 
     def finish(self) -> list[Part]:

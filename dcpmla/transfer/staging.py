@@ -100,20 +100,17 @@ class Staging:
     def write_tags(self, slot: int, num_bytes: int, tag: bytes) -> None:
         """Write a tag to both ends of a slot's content, on the current stream."""
         (tag_there,) = upload([np.frombuffer(bytearray(tag), dtype=np.uint8)], self._memory.device)
-        for part in self._tags(slot, num_bytes):
-            part.copy_(tag_there)
+        self._tags(slot, num_bytes).copy_(tag_there)
 
     def read_tags(self, slot: int, num_bytes: int) -> Tensor:
-        """Return the tags of a slot [32] uint8 on the host; they are valid after the current work of the stream."""
-        device = self._memory.device
-        tags = torch.empty(TAGS_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        for target, part in zip(tags.split(_TAG_BYTES), self._tags(slot, num_bytes), strict=True):
-            target.copy_(part, non_blocking=True)
-        return tags
+        """Return the tags of a slot [2, 16] uint8 on the host; they are valid after the current work of the stream."""
+        there = self._tags(slot, num_bytes)
+        tags = torch.empty(there.shape, dtype=torch.uint8, pin_memory=there.device.type == "cuda")
+        return tags.copy_(there, non_blocking=True)
 
-    def _tags(self, slot: int, num_bytes: int) -> tuple[Tensor, Tensor]:
-        row, end = self._memory[slot], _TAG_BYTES + num_bytes
-        return row[:_TAG_BYTES], row[end : end + _TAG_BYTES]
+    def _tags(self, slot: int, num_bytes: int) -> Tensor:
+        row = self._memory[slot, : num_bytes + TAGS_BYTES]
+        return row.unfold(0, _TAG_BYTES, _TAG_BYTES + num_bytes)
 
 
 def tags_match(tags: Tensor, tag: bytes) -> bool:

@@ -1,5 +1,6 @@
 """Caches of few bytes with rows of every kind, and the content of prompts in them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from types import SimpleNamespace
@@ -64,7 +65,7 @@ class PlainCache:
         )
         self.mover = RowMover(cast(Cache, cache), layout)
 
-    def places(self, tensor: int, start: int, end: int, blocks: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    def places(self, tensor: int, start: int, end: int, blocks: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Return this rank's rows of positions [start, end) of a sequence, their blocks, and offsets in these."""
         layout, spec = self.layout, self.layout.tokens[tensor]
         index = rows = torch.arange(start // spec.span, end // spec.span)
@@ -74,13 +75,13 @@ class PlainCache:
             index = rows // share * layout.interleave + rows % layout.interleave
         return rows, torch.tensor(blocks)[index // spec.per_block], index % spec.per_block
 
-    def fill(self, content: Content, blocks: list[int], start: int, end: int) -> None:
+    def fill(self, content: Content, blocks: Sequence[int], start: int, end: int) -> None:
         """Compute positions [start, end) of a prompt."""
         for tensor, memory in enumerate(self.tensors):
             rows, *places = self.places(tensor, start, end, blocks)
             memory[tuple(places)] = content.rows[tensor][rows].to(memory.device)
 
-    def check(self, content: Content, blocks: list[int], state: int, start: int = 0) -> None:
+    def check(self, content: Content, blocks: Sequence[int], state: int, start: int = 0) -> None:
         """Compare the rows that end at positions from `start` on, and the state."""
         for tensor, spec in enumerate(self.layout.tokens):
             rows, *places = self.places(tensor, start, content.num_tokens, blocks)

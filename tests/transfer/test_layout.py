@@ -38,7 +38,13 @@ def layouts(draw: st.DrawFn) -> CacheLayout:
 
 
 def moved(parts: list[Part], tensor: int) -> list[int]:
-    return [row for part in parts for piece in part.pieces if piece.tensor == tensor for row in piece.rows.tolist()]
+    return [
+        row
+        for part in parts
+        for piece in part.pieces
+        if piece.tensor == tensor
+        for row in piece.listed[piece.window].tolist()
+    ]
 
 
 def columns_of(layout: CacheLayout, rank: int) -> tuple[int, int]:
@@ -56,7 +62,7 @@ def moved_columns(parts: list[Part], tensor: int, source: CacheLayout, rank: int
         (row, (first + at, first + at + length))
         for piece in pieces
         for at, _, length in piece.columns
-        for row in piece.rows.tolist()
+        for row in piece.listed[piece.window].tolist()
     ]
 
 

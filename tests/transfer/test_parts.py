@@ -19,7 +19,7 @@ from tests.support.layouts import dcp_config
 from tests.support.models import FAMILIES, tiny_config
 from tests.support.plain_cache import STATE, Content, PlainCache
 
-BLOCKS_HERE, BLOCKS_THERE = [7, 2, 5, 0, 1, 3, 4, 6], [4, 3, 9, 1, 0, 2, 6, 5, 8, 7]
+BLOCKS_HERE, BLOCKS_THERE = (7, 2, 5, 0, 1, 3, 4, 6), (4, 3, 9, 1, 0, 2, 6, 5, 8, 7)
 STATE_HERE, STATE_THERE = 1, 3
 # Other families have caches of the same kinds.
 OF_KINDS = {"deepseek_v3", "glm_moe_dsa", "mistral_large4_text", "dots3_note_text"}
@@ -142,7 +142,7 @@ def test_rows_of_blocks_of_two_sizes() -> None:
     tokens = TokenSpec("wide", 0, 16, 8, 1, False), TokenSpec("narrow", 0, 16, 4, 1, False)
     layout = CacheLayout(1, 1, 1, tokens, (StateSpec("state", STATE, 1, 1, 0),))
     here, there = (PlainCache(layout, 0, 10, 2) for _ in range(2))
-    content, blocks_there = Content.of(layout, 0, 30), [7, 1, 2, 9, 5, 8, 0, 3]
+    content, blocks_there = Content.of(layout, 0, 30), (7, 1, 2, 9, 5, 8, 0, 3)
     here.fill(content, BLOCKS_HERE, 0, content.num_tokens)
     there.states[0] = content.state
     (part,) = Route(layout, 0, layout, 0).parts(0, content.num_tokens, 1 << 12)
@@ -150,3 +150,26 @@ def test_rows_of_blocks_of_two_sizes() -> None:
     here.mover.gather(part, BLOCKS_HERE, None, memory)
     there.mover.scatter(part, blocks_there, None, memory)
     there.check(content, blocks_there, 0)
+
+
+@pytest.mark.parametrize("most_known", [1, 64])
+def test_a_prompt_moves_to_other_blocks(most_known: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a preemption: parts that are listed already lie in new blocks, and states in new places."""
+    monkeypatch.setattr("dcpmla.transfer.parts._MOST_KNOWN", most_known)
+    tokens = TokenSpec("wide", 0, 16, 8, 1, False), TokenSpec("narrow", 0, 16, 4, 1, False)
+    layout = CacheLayout(1, 1, 1, tokens, (StateSpec("state", STATE, 1, 1, 0),))
+    cache = PlainCache(layout, 0, 10, 4)
+    content = Content.of(layout, 0, 30)
+    route = Route(layout, 0, layout, 0)
+    parts = [*route.parts(0, content.num_tokens, 64), *route.state_parts(content.num_tokens, 64)]
+    for blocks, state in ((BLOCKS_HERE, STATE_HERE), (BLOCKS_THERE[::-1], STATE_THERE), (BLOCKS_HERE, STATE_HERE)):
+        target = PlainCache(layout, 0, 10, 2)
+        for tensor in cache.tensors:
+            tensor.view(torch.uint8).random_()
+        cache.fill(content, blocks, 0, content.num_tokens)
+        cache.states[state] = content.state
+        for part in parts:
+            memory = torch.empty(part.num_bytes, dtype=torch.uint8)
+            cache.mover.gather(part, blocks, state, memory)
+            target.mover.scatter(part, BLOCKS_HERE, 0, memory)
+        target.check(content, BLOCKS_HERE, 0)

@@ -45,7 +45,7 @@ class Recorder:
         self.parts.append(part)
 
     def take(self) -> list[tuple[int, list[int]]]:
-        taken = [(piece.tensor, piece.rows.tolist()) for part in self.parts for piece in part.pieces]
+        taken = [(piece.tensor, piece.listed[piece.window].tolist()) for part in self.parts for piece in part.pieces]
         self.parts.clear()
         return taken
 
