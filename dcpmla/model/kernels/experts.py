@@ -52,15 +52,17 @@ _MANY_ROWS = 64  # average rows per expert above which Hopper GPUs use their own
 # Rows from which on every tile is multiplied by one kind of instruction; on Hopper, some versions of Triton multiply 8
 # rows by another one.
 _ORDERED_ROWS = 16
-_GROUPED = "grouped"  # integers in groups of 64 or more columns: with few rows, scales multiply the groups' sums
+_GROUPED = "grouped"  # integers in groups of 64 or more columns
+_ZEROED = "zeroed"  # those with zero points
 _RESERVED_BYTES = 4096  # shared memory for everything except the tiles
 _FEW: dict[torch.dtype | str, Tiling] = {
     torch.bfloat16: Tiling(1, Tile(8, 32, 256, 4, 3, True), Tile(8, 64, 256, 4, 7)),
     FP8: Tiling(1, Tile(16, 32, 128, 4, 7, True), Tile(16, 64, 128, 4, 9)),
     torch.uint8: Tiling(1, Tile(8, 16, 512, 2, 4), Tile(8, 32, 256, 2, 7)),
     # Warps share a step's groups, which gives each SM more warps to wait for memory than a tile has rows for.
-    _GROUPED: Tiling(1, Tile(8, 16, 1024, 8, 3, scales_sums=True), Tile(8, 32, 512, 4, 7, scales_sums=True)),
+    _GROUPED: Tiling(1, Tile(8, 16, 1024, 4, 3, scales_sums=True), Tile(8, 32, 512, 4, 7, scales_sums=True)),
 }
+_FEW[_ZEROED] = _FEW[_GROUPED]
 # Smallest first. Measured on H200s.
 _TILINGS: dict[torch.dtype | str, tuple[Tiling, ...]] = {
     torch.bfloat16: (
@@ -80,10 +82,9 @@ _TILINGS: dict[torch.dtype | str, tuple[Tiling, ...]] = {
         Tiling(float("inf"), Tile(128, 64, 64, 4, 4), Tile(128, 128, 64, 4, 4)),
     ),
 }
-_TILINGS[_GROUPED] = (
-    Tiling(6, Tile(8, 16, 512, 4, 4, scales_sums=True), Tile(8, 128, 128, 4, 4)),
-    *_TILINGS[torch.uint8][1:],
-)
+_MORE = _TILINGS[torch.uint8][1:]
+_TILINGS[_GROUPED] = Tiling(6, Tile(8, 32, 512, 4, 3, scales_sums=True), Tile(8, 128, 128, 4, 4)), *_MORE
+_TILINGS[_ZEROED] = Tiling(6, Tile(8, 64, 256, 4, 3), Tile(8, 128, 128, 4, 4)), *_MORE
 
 
 def compute_experts(call: RoutedRows) -> Tensor:
@@ -93,29 +94,28 @@ def compute_experts(call: RoutedRows) -> Tensor:
     top_k, num_routes = ids.shape[1], ids.numel()
     gate_up, down = (pack(codes, *map(_contiguous, others)) for codes, *others in (call[4:8], call[8:12]))
     num_own, width = len(call.down), call.gate_up.shape[1] // 2
-    kind = call.gate_up.dtype if call.gate_up.dtype in _FEW else torch.bfloat16
+    kind, is_packed = _tiles_of(gate_up, down), call.gate_up.dtype == torch.uint8
     fuses = not is_deterministic  # a compiler may fuse in one kernel's code and not in another's
     if num_routes > _MANY_ROWS * num_experts and product.takes(x, gate_up, down):
         blocks = assign_blocks(ids, num_own, BLOCK_ROWS)
         rows: Tensor | QuantizedRows = x
         if kind == FP8:
             rows = quantize_rows(x) if quantized is None else quantized
-        elif kind == torch.uint8:
+        elif is_packed:
             rows = product.interleave(x)
         h = product.multiply(rows, gate_up, blocks, x.dtype, fuses, expert_weights, glu)
         out = product.multiply(h, down, blocks, x.dtype, fuses)
         assert isinstance(out, Tensor)
         return out
-    tiles_of = _GROUPED if all(map(_is_grouped, (gate_up, down))) else kind
     if call.is_few:
-        tiling, experts, routes = _FEW[tiles_of], ids, None
+        tiling, experts, routes = _FEW[kind], ids, None
     else:
-        tiling = next(tiling for tiling in _TILINGS[tiles_of] if num_routes <= tiling.max_rows * num_experts)
+        tiling = next(tiling for tiling in _TILINGS[kind] if num_routes <= tiling.max_rows * num_experts)
         experts, routes, _ = assign_blocks(ids, num_own, max(tiling.gate_up.rows, tiling.down.rows))
     _, gate_up_tile, down_tile = _widen(tiling) if is_deterministic else tiling
 
     h = x.new_empty(num_routes, width)
-    source = by_halves(x) if kind == torch.uint8 else x if quantized is None else quantized
+    source = by_halves(x) if is_packed else x if quantized is None else quantized
     _multiply(source, gate_up, h, gate_up_tile, experts, routes, top_k, fuses, expert_weights, glu)
     rows = call.new_result()
     _multiply(h, down, rows, down_tile, experts, routes, top_k, fuses)
@@ -126,8 +126,14 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def _is_grouped(weight: AnyWeight) -> bool:
-    return isinstance(weight, Quantized) and weight.format.codes == "int4" and weight.format.columns >= 64
+def _tiles_of(gate_up: AnyWeight, down: AnyWeight) -> torch.dtype | str:
+    """Return the key of the weights' tiles."""
+    if isinstance(gate_up, Tensor) or isinstance(down, Tensor):
+        return torch.bfloat16
+    formats = gate_up.format, down.format
+    if all(each.codes == "int4" and each.columns >= 64 for each in formats):
+        return _ZEROED if formats[0].has_zeros else _GROUPED
+    return gate_up.codes.dtype
 
 
 def _widen(tiling: Tiling) -> Tiling:
