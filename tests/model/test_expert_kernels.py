@@ -12,9 +12,17 @@ from dcpmla.cache.formats import FP8
 from tests.attention.test_decode_compile import assert_mbarriers_are_apart, compile_for_hopper
 from tests.support.kernels import on_both, run_kernels
 
-DTYPES = {"bf16": torch.bfloat16, "fp8e4nv": FP8} | dict.fromkeys(("u8", "int4", "nvfp4", "zeros"), torch.uint8)
+DTYPES = {"bf16": torch.bfloat16, "fp8e4nv": FP8} | dict.fromkeys(
+    ("u8", "int4", "int4_128", "nvfp4", "zeros"), torch.uint8
+)
 # Types of scales in 4 bits, and their columns.
-GROUPS = {"u8": ("u8", 32), "int4": ("bf16", 32), "nvfp4": ("fp8e4nv", 16), "zeros": ("fp16", 128)}
+GROUPS = {
+    "u8": ("u8", 32),
+    "int4": ("bf16", 32),
+    "int4_128": ("bf16", 128),
+    "nvfp4": ("fp8e4nv", 16),
+    "zeros": ("fp16", 128),
+}
 
 
 def check_blocks(device: str) -> None:
@@ -66,14 +74,18 @@ def test_blocks_of_one_chunk_compile(chunk: int) -> None:
         ("int4", True, False),
         ("nvfp4", True, False),
         ("nvfp4", False, True),
+        ("int4_128", True, True),
+        ("int4_128", True, False),
         ("zeros", True, True),
+        ("zeros", True, False),
         ("zeros", False, False),
     ],
 )
 def test_the_product_compiles(weights: str, few: bool, gated: bool) -> None:
-    from dcpmla.model.kernels.experts import _FEW, _TILINGS
+    from dcpmla.model.kernels.experts import _FEW, _GROUPED, _TILINGS, _ZEROED
 
-    tiling = _FEW[DTYPES[weights]] if few else _TILINGS[DTYPES[weights]][-1]
+    kind = {"int4_128": _GROUPED, "zeros": _ZEROED}.get(weights, DTYPES[weights])
+    tiling = _FEW[kind] if few else _TILINGS[kind][-1]
     tile, num_summed = tiling.gate_up if gated else tiling.down, 1 if gated or not few else 9
     ptx, said = compile_product(weights, tile, few, gated, num_summed, enable_fp_fusion=True)
     assert "cp.async.bulk.tensor.4d" in ptx
@@ -86,6 +98,17 @@ def test_the_product_compiles(weights: str, few: bool, gated: bool) -> None:
     if DTYPES[weights] == torch.uint8 and "wgmma" in ptx:  # the left side's registers are free for the next one
         loop = ptx[ptx.index("Inner Loop Header") :]
         assert loop.index("wgmma.wait_group") < loop.index("cp.async.bulk.tensor")
+
+
+def test_a_few_rows_of_integers_compile() -> None:
+    """At more than one token."""
+    from dcpmla.model.kernels.experts import _GROUPED, _TILINGS, _ZEROED
+
+    for weights, kind in (("int4_128", _GROUPED), ("zeros", _ZEROED)):
+        tile = _TILINGS[kind][0].gate_up
+        ptx, said = compile_product(weights, tile, False, True, 1, enable_fp_fusion=True)
+        assert ("mul.rn.bf16x2" in ptx) != tile.scales_sums  # scales multiply sums or integers
+        assert "0 bytes spill stores" in said
 
 
 def constants_of(weights: str, gated: bool) -> dict[str, Any]:
@@ -122,7 +145,8 @@ def compile_product(
     constants: dict[str, Any] = {"ROWS": tile.rows, "BLOCK_ROWS": tile.rows, "DEPTH": tile.depth}
     constants |= constants_of(weights, gated)
     constants["NUM_SUMMED"] = num_summed
-    constants |= {"STAGES": tile.num_stages} | ({"GROUP": GROUPS[weights][1]} if is_packed else {"GATED": gated})
+    constants |= {"STAGES": tile.num_stages}
+    constants |= {"GROUP": GROUPS[weights][1], "SCALES_SUMS": tile.scales_sums} if is_packed else {"GATED": gated}
     left_out = [(few, "routes_ptr"), (not gated, "expert_weights_ptr"), (weights == "bf16", "w_scales_ptr")]
     left_out += [(weights == "bf16", "x_scales_ptr"), (is_packed and weights != "zeros", "zeros_ptr")]
     left_out.append((is_packed and weights != "nvfp4", "factors_ptr"))

@@ -142,6 +142,7 @@ def compile_product(
     tiles: dict[str, tuple[str, int]],
     num_tokens: int,
     others: dict[str, Any] | None = None,
+    num_warps: int = 4,
     **pointers: str,
 ) -> str:
     """Compile a product by a weight of DeepSeek-V3's size; return its PTX.
@@ -149,6 +150,7 @@ def compile_product(
     Args:
         tiles: Types of the rows that a descriptor loads, with the columns of a tile.
         others: More constants.
+        num_warps: Warps of a program, of which `wgmma` takes 4.
     """
     from triton.compiler import ASTSource
 
@@ -162,8 +164,9 @@ def compile_product(
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     aligned = [(at,) for at, name in enumerate(names) if name.endswith(("_ptr", "columns"))]
     attributes = {at: [["tt.divisibility", 16]] for at in aligned}
-    compiled = compile_source(ASTSource(kernel, signature, constants, attributes), {"num_warps": 4})
-    assert re.search(rf"wgmma.mma_async.sync.aligned.m64n{tokens}k", compiled.asm["ptx"])
+    compiled = compile_source(ASTSource(kernel, signature, constants, attributes), {"num_warps": num_warps})
+    product = rf"wgmma.mma_async.sync.aligned.m64n{tokens}k" if num_warps == 4 else "mma.sync.aligned.m16n8k16"
+    assert re.search(product, compiled.asm["ptx"])
     assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
     assert compiled.metadata.shared <= 232_448
     return str(compiled.asm["ptx"])

@@ -129,7 +129,7 @@ def test_the_kernel_compiles_for_hopper(num_tokens: int) -> None:
     for dtype, kind in (("bf16", "bf16"), ("fp16", "f16")):
         tiles = {"x_desc": (dtype, 128), "weight_desc": ("fp8e4nv", 128)}
         pointers = {"weight_scales_ptr": "*u8", "out_ptr": f"*{dtype}"}
-        ptx = compile_product(group_linear_kernel, tiles, num_tokens, others, **pointers)
+        ptx = compile_product(group_linear_kernel, tiles, num_tokens, others, 4, **pointers)
         assert f"k16.f32.{kind}.{kind}" in ptx
 
 
@@ -139,9 +139,9 @@ def test_the_kernel_compiles_for_hopper(num_tokens: int) -> None:
     [("u8", 32, False), ("fp8e4nv", 16, False), ("bf16", 128, False), ("fp16", 128, True)],
 )
 def test_packed_products_compile_for_hopper(scales: str, group: int, zeros: bool, dtype: str) -> None:
-    from dcpmla.parallel.kernels.group_linear import group_linear_kernel
+    from dcpmla.parallel.kernels.group_linear import _TILINGS, group_linear_kernel
 
-    for num_tokens, columns in ((1, 128), (128, 64)):
+    for num_tokens, columns, tiling in ((1, 128, _TILINGS[0]), (128, 64, _TILINGS[-1])):
         pointers = {"weight_scales_ptr": f"*{scales}", "weight_zeros_ptr": "*u8", "weight_factors_ptr": "*fp32"}
         others: dict[str, Any] = {"GROUP": group}
         others |= {} if zeros else {"weight_zeros_ptr": None}
@@ -149,7 +149,10 @@ def test_packed_products_compile_for_hopper(scales: str, group: int, zeros: bool
         tiles = {"x_desc": (dtype, columns), "weight_desc": ("u8", 64)}
         kind = "bf16" if dtype == "bf16" else "f16"
         pointers["out_ptr"] = f"*{dtype}"
-        assert f"k16.f32.{kind}.{kind}" in compile_product(group_linear_kernel, tiles, num_tokens, others, **pointers)
+        ptx = compile_product(group_linear_kernel, tiles, num_tokens, others, tiling.num_warps, **pointers)
+        assert f".f32.{kind}.{kind}" in ptx
+        # With few tokens, scales of groups of 128 multiply sums instead of integers.
+        assert ("mul.rn." in ptx) == (group < 128 or num_tokens > 32)
 
 
 def test_the_operator() -> None:

@@ -28,6 +28,7 @@ class Tile(NamedTuple):
         rows, columns, depth: Routes, rows of W (of each part) and columns of W at a time; depth is of 16 bits or fewer.
         num_warps, num_stages: Warps per program, and stages of its pipeline.
         is_stacked: Whether both parts are one product; always so in 4 bits.
+        scales_sums: Whether scales multiply the sums of groups, not the values; for integers in 4 bits.
     """
 
     rows: int
@@ -36,6 +37,7 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
     is_stacked: bool = False
+    scales_sums: bool = False
 
 
 class Tiling(NamedTuple):
@@ -50,14 +52,19 @@ _MANY_ROWS = 64  # average rows per expert above which Hopper GPUs use their own
 # Rows from which on every tile is multiplied by one kind of instruction; on Hopper, some versions of Triton multiply 8
 # rows by another one.
 _ORDERED_ROWS = 16
+_GROUPED = "grouped"  # integers in groups of 64 or more columns
+_ZEROED = "zeroed"  # those with zero points
 _RESERVED_BYTES = 4096  # shared memory for everything except the tiles
-_FEW = {
+_FEW: dict[torch.dtype | str, Tiling] = {
     torch.bfloat16: Tiling(1, Tile(8, 32, 256, 4, 3, True), Tile(8, 64, 256, 4, 7)),
     FP8: Tiling(1, Tile(16, 32, 128, 4, 7, True), Tile(16, 64, 128, 4, 9)),
     torch.uint8: Tiling(1, Tile(8, 16, 512, 2, 4), Tile(8, 32, 256, 2, 7)),
+    # Warps share a step's groups, which gives each SM more warps to wait for memory than a tile has rows for.
+    _GROUPED: Tiling(1, Tile(8, 16, 1024, 4, 3, scales_sums=True), Tile(8, 32, 512, 4, 7, scales_sums=True)),
 }
+_FEW[_ZEROED] = _FEW[_GROUPED]
 # Smallest first. Measured on H200s.
-_TILINGS = {
+_TILINGS: dict[torch.dtype | str, tuple[Tiling, ...]] = {
     torch.bfloat16: (
         Tiling(8, Tile(16, 64, 128, 4, 4), Tile(16, 64, 128, 4, 3)),
         Tiling(128, Tile(64, 64, 128, 4, 4), Tile(64, 128, 64, 4, 3)),
@@ -75,6 +82,9 @@ _TILINGS = {
         Tiling(float("inf"), Tile(128, 64, 64, 4, 4), Tile(128, 128, 64, 4, 4)),
     ),
 }
+_MORE = _TILINGS[torch.uint8][1:]
+_TILINGS[_GROUPED] = Tiling(6, Tile(8, 32, 512, 4, 3, scales_sums=True), Tile(8, 128, 128, 4, 4)), *_MORE
+_TILINGS[_ZEROED] = Tiling(6, Tile(8, 64, 256, 4, 3), Tile(8, 128, 128, 4, 4)), *_MORE
 
 
 def compute_experts(call: RoutedRows) -> Tensor:
@@ -84,14 +94,14 @@ def compute_experts(call: RoutedRows) -> Tensor:
     top_k, num_routes = ids.shape[1], ids.numel()
     gate_up, down = (pack(codes, *map(_contiguous, others)) for codes, *others in (call[4:8], call[8:12]))
     num_own, width = len(call.down), call.gate_up.shape[1] // 2
-    kind = call.gate_up.dtype if call.gate_up.dtype in _FEW else torch.bfloat16
+    kind, is_packed = _tiles_of(gate_up, down), call.gate_up.dtype == torch.uint8
     fuses = not is_deterministic  # a compiler may fuse in one kernel's code and not in another's
     if num_routes > _MANY_ROWS * num_experts and product.takes(x, gate_up, down):
         blocks = assign_blocks(ids, num_own, BLOCK_ROWS)
         rows: Tensor | QuantizedRows = x
         if kind == FP8:
             rows = quantize_rows(x) if quantized is None else quantized
-        elif kind == torch.uint8:
+        elif is_packed:
             rows = product.interleave(x)
         h = product.multiply(rows, gate_up, blocks, x.dtype, fuses, expert_weights, glu)
         out = product.multiply(h, down, blocks, x.dtype, fuses)
@@ -105,7 +115,7 @@ def compute_experts(call: RoutedRows) -> Tensor:
     _, gate_up_tile, down_tile = _widen(tiling) if is_deterministic else tiling
 
     h = x.new_empty(num_routes, width)
-    source = by_halves(x) if kind == torch.uint8 else x if quantized is None else quantized
+    source = by_halves(x) if is_packed else x if quantized is None else quantized
     _multiply(source, gate_up, h, gate_up_tile, experts, routes, top_k, fuses, expert_weights, glu)
     rows = call.new_result()
     _multiply(h, down, rows, down_tile, experts, routes, top_k, fuses)
@@ -114,6 +124,16 @@ def compute_experts(call: RoutedRows) -> Tensor:
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
+
+
+def _tiles_of(gate_up: AnyWeight, down: AnyWeight) -> torch.dtype | str:
+    """Return the key of the weights' tiles."""
+    if isinstance(gate_up, Tensor) or isinstance(down, Tensor):
+        return torch.bfloat16
+    formats = gate_up.format, down.format
+    if all(each.codes == "int4" and each.columns >= 64 for each in formats):
+        return _ZEROED if formats[0].has_zeros else _GROUPED
+    return gate_up.codes.dtype
 
 
 def _widen(tiling: Tiling) -> Tiling:
@@ -169,7 +189,7 @@ def _multiply(
         "enable_fp_fusion": fuses,
     }
     if isinstance(weight, Quantized) and weight.format.is_packed:
-        options["GROUP"] = weight.format.columns
+        options |= {"GROUP": weight.format.columns, "SCALES_SUMS": tile.scales_sums}
         tiles = describe(codes, [1, parts, tile.columns, depth // 2])
         packed_product_kernel[grid](x, tiles, scales, zeros, factors, *routing, **options)
     else:

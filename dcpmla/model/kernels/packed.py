@@ -9,13 +9,41 @@ import triton.language as tl
 
 from dcpmla.model.kernels.glu import activate
 from dcpmla.model.kernels.grouped import find_routes
-from dcpmla.parallel.kernels.packed import dequantize
+from dcpmla.parallel.kernels.packed import dequantize, subtract_zeros
 
 
 @triton.jit
 def _finish(acc):
     """Wait for a product and return it: Triton would let it run on, which keeps its left side's registers in use."""
     return tl.inline_asm_elementwise("", "=f,0", [acc], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _multiply_groups(codes, zeros, x, GROUPS: tl.constexpr):
+    """Multiply each group of columns of integers, less their zero points, by its rows: a sum [GROUPS, N, ROWS] of each
+    group, which has no scale yet.
+
+    codes: Packed codes, uint8 [N, GROUPS * columns / 2].
+    zeros: Zero points, uint8 [N, GROUPS]; None for 8.
+    x: Rows [GROUPS, ROWS, columns], of each group the even columns first.
+    """
+    N: tl.constexpr = codes.shape[0]
+    NUM_BYTES: tl.constexpr = codes.shape[1] // GROUPS
+    codes = codes.reshape(N, GROUPS, NUM_BYTES).permute(1, 0, 2)
+    if zeros is not None:
+        zeros = zeros.to(tl.uint16).T[:, :, None].broadcast_to([GROUPS, N, NUM_BYTES])
+    low, high = subtract_zeros(codes, zeros, x.dtype)
+    w = tl.join(low, high).permute(0, 1, 3, 2).reshape(GROUPS, N, 2 * NUM_BYTES)
+    return tl.dot(w, x.permute(0, 2, 1), input_precision="ieee")
+
+
+@triton.jit
+def _load_groups(x_ptr, at, source, is_row, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+    """Load groups of columns of rows that have the even columns first: [GROUPS, ROWS, GROUP], from the pair `at`."""
+    column = tl.arange(0, GROUP)[None, None, :]
+    pair = at + tl.arange(0, GROUPS)[:, None, None] * (GROUP // 2) + column % (GROUP // 2)
+    x_ptrs = x_ptr + source.to(tl.int64)[None, :, None] * K + pair + column // (GROUP // 2) * (K // 2)
+    return tl.load(x_ptrs, mask=is_row[None, :, None] & (pair < K // 2), other=0.0)
 
 
 @triton.jit
@@ -41,6 +69,7 @@ def packed_product_kernel(
     K: tl.constexpr,
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
+    SCALES_SUMS: tl.constexpr,
 ):
     """Multiply rows of a block of routes by their expert's weights; one program per tile of rows and of W's.
 
@@ -49,6 +78,8 @@ def packed_product_kernel(
     scales_ptr, zeros_ptr, factors_ptr: Scales and zero points [E, PARTS, WIDTH, K / GROUP], and factors [E, PARTS,
         WIDTH], as in `Quantized`.
     x_ptr: Rows with the even columns first, then the odd ones; a gated result has the same order.
+    SCALES_SUMS: Whether scales multiply the sums of groups of integers, not the integers; a tile has whole groups then,
+        which its warps share.
     """
     PARTS: tl.constexpr = w_desc.block_shape[1]
     COLUMNS: tl.constexpr = w_desc.block_shape[2]
@@ -69,7 +100,7 @@ def packed_product_kernel(
     is_weight = first_column + tl.arange(0, N) % COLUMNS < WIDTH
     TILE_GROUPS: tl.constexpr = DEPTH // GROUP if DEPTH > GROUP else 1
     column = tl.arange(0, DEPTH)
-    acc = tl.zeros([N, ROWS], tl.float32)
+    acc = tl.zeros([TILE_GROUPS, N, ROWS] if SCALES_SUMS else [N, ROWS], tl.float32)
     for step in tl.range(NUM_SUMMED * NUM_STEPS, num_stages=STAGES):
         at = step % NUM_STEPS
         if SUMS:
@@ -86,16 +117,23 @@ def packed_product_kernel(
         scales, zeros = tl.load(scales_ptr + scales_at, mask=is_scale, other=0.0), None
         if zeros_ptr is not None:
             zeros = tl.load(zeros_ptr + scales_at, mask=is_scale, other=0)
-        k = at * HALF + column % HALF
-        x_ptrs = x_ptr + source.to(tl.int64)[:, None] * K + (k + column // HALF * (K // 2))[None, :]
-        x = tl.load(x_ptrs, mask=is_row[:, None] & (k < K // 2)[None, :], other=0.0)
-        low, high = dequantize(codes, scales, zeros, x.dtype)
-        w = tl.join(low, high).permute(0, 2, 1).reshape(N, DEPTH)
-        if factors_ptr is None or not SUMS:
-            acc = _finish(tl.dot(w, x.T, acc, input_precision="ieee"))
-        else:  # a sum has several experts, each with factors of its own
-            factors = tl.load(factors_ptr + row, mask=tl.where(is_weight, num_groups, 0) > 0, other=0.0)
-            acc = tl.fma(_finish(tl.dot(w, x.T, input_precision="ieee")), factors[:, None], acc)
+        if SCALES_SUMS:
+            x = _load_groups(x_ptr, at * HALF, source, is_row, K, GROUP, TILE_GROUPS)
+            sums = _multiply_groups(codes, zeros, x, TILE_GROUPS)
+            acc = tl.fma(sums, scales.to(tl.float32).T[:, :, None], acc)
+        else:
+            k = at * HALF + column % HALF
+            x_ptrs = x_ptr + source.to(tl.int64)[:, None] * K + (k + column // HALF * (K // 2))[None, :]
+            x = tl.load(x_ptrs, mask=is_row[:, None] & (k < K // 2)[None, :], other=0.0)
+            low, high = dequantize(codes, scales, zeros, x.dtype)
+            w = tl.join(low, high).permute(0, 2, 1).reshape(N, DEPTH)
+            if factors_ptr is None or not SUMS:
+                acc = _finish(tl.dot(w, x.T, acc, input_precision="ieee"))
+            else:  # a sum has several experts, each with factors of its own
+                factors = tl.load(factors_ptr + row, mask=tl.where(is_weight, num_groups, 0) > 0, other=0.0)
+                acc = tl.fma(_finish(tl.dot(w, x.T, input_precision="ieee")), factors[:, None], acc)
+    if SCALES_SUMS:
+        acc = tl.sum(acc, 0)
     is_row = routes >= 0
     if factors_ptr is not None and not SUMS:
         row = expert.to(tl.int64) * (PARTS * WIDTH) + weight_row

@@ -10,17 +10,20 @@ import triton.language as tl
 from torch import Tensor
 
 
-def _assembler(convert: str, dtype: str = "bf16x2") -> tl.constexpr:
+def _assembler(convert: str, dtype: str = "bf16x2", is_scaled: bool = True) -> tl.constexpr:
     """Return code that converts four bytes to two times four values: first the lower halves, then the upper ones.
 
-    $0 to $3 are the results, two a register; $4 is the bytes, $5 and $6 their scales, $7 and $8 zero points. `convert`
-    computes a register's values from `pair`, which has a code in the last bits of each half; {0} is its zero points.
+    $0 to $3 are the results, two a register; $4 is the bytes, then come two registers of their scales, if any, and two
+    of zero points. `convert` computes a register's values from `pair`, which has a code in the last bits of each half;
+    {0} is its zero points.
     """
+    zeros = 7 if is_scaled else 5
     lines = [".reg .b32 first, second, pair, part;"]
     lines += ["prmt.b32 first, $4, 0, 0x4140;", "prmt.b32 second, $4, 0, 0x4342;"]
     for result, (source, shift) in enumerate((("first", 0), ("second", 0), ("first", 4), ("second", 4))):
-        lines += [f"shr.b32 pair, {source}, {shift};", convert.format(f"${7 + result % 2}")]
-        lines.append(f"mul.rn.{dtype} ${result}, pair, ${5 + result % 2};")
+        lines += [f"shr.b32 pair, {source}, {shift};", convert.format(f"${zeros + result % 2}")]
+        last = f"mul.rn.{dtype} ${result}, pair, ${5 + result % 2};" if is_scaled else f"mov.b32 ${result}, pair;"
+        lines.append(last)
     return tl.constexpr("{" + "\n".join(lines) + "}")
 
 
@@ -33,15 +36,40 @@ _FP4 = _assembler("""
 """)
 # A code in the last bits of the mantissa of 128 (in float16 of 1024) is too large by that number and by its zero point,
 # which is 8 in formats without zero points. A register with this 8 took up to twice the time of the instruction's own.
-_INT4 = _assembler("""
+_LESS_8 = """
     lop3.b32 pair, pair, 0x000F000F, 0x43004300, 0xEA; mov.b32 part, 0x43084308; sub.rn.bf16x2 pair, pair, part;
-""")
-_ZEROED = _assembler("lop3.b32 pair, pair, 0x000F000F, 0x43004300, 0xEA; sub.rn.bf16x2 pair, pair, {0};")
-_INT4_HALF = _assembler(
-    "lop3.b32 pair, pair, 0x000F000F, 0x64006400, 0xEA; mov.b32 part, 0x64086408; sub.rn.f16x2 pair, pair, part;",
-    "f16x2",
-)
-_ZEROED_HALF = _assembler("lop3.b32 pair, pair, 0x000F000F, 0x64006400, 0xEA; sub.rn.f16x2 pair, pair, {0};", "f16x2")
+"""
+_LESS_8_HALF = """
+    lop3.b32 pair, pair, 0x000F000F, 0x64006400, 0xEA; mov.b32 part, 0x64086408; sub.rn.f16x2 pair, pair, part;
+"""
+_LESS_ZERO = "lop3.b32 pair, pair, 0x000F000F, 0x43004300, 0xEA; sub.rn.bf16x2 pair, pair, {0};"
+_LESS_ZERO_HALF = "lop3.b32 pair, pair, 0x000F000F, 0x64006400, 0xEA; sub.rn.f16x2 pair, pair, {0};"
+_INT4, _INT4_HALF = _assembler(_LESS_8), _assembler(_LESS_8_HALF, "f16x2")
+_ZEROED, _ZEROED_HALF = _assembler(_LESS_ZERO), _assembler(_LESS_ZERO_HALF, "f16x2")
+_PLAIN, _PLAIN_HALF = _assembler(_LESS_8, is_scaled=False), _assembler(_LESS_8_HALF, is_scaled=False)
+_PLAIN_ZEROED = _assembler(_LESS_ZERO, is_scaled=False)
+_PLAIN_ZEROED_HALF = _assembler(_LESS_ZERO_HALF, is_scaled=False)
+
+
+@triton.jit
+def subtract_zeros(codes, zeros, dtype: tl.constexpr):
+    """Return the integers of packed codes uint8 [.., K / 2] less their zero points, in a dtype: of the lower halves,
+    and of the upper.
+
+    zeros: Zero points, uint8 in the same shape; None for 8.
+    """
+    if zeros is None:
+        if dtype == tl.float16:
+            low, high = _to_half(_PLAIN_HALF, "=r,=r,=r,=r,r", [codes])
+        else:
+            low, high = _to_bfloat16(_PLAIN, "=r,=r,=r,=r,r", [codes])
+    elif dtype == tl.float16:
+        offsets = (zeros.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
+        low, high = _to_half(_PLAIN_ZEROED_HALF, "=r,=r,=r,=r,r,r,r", [codes, offsets])
+    else:
+        offsets = (zeros.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
+        low, high = _to_bfloat16(_PLAIN_ZEROED, "=r,=r,=r,=r,r,r,r", [codes, offsets])
+    return low.to(dtype), high.to(dtype)
 
 
 @triton.jit
@@ -60,55 +88,37 @@ def dequantize(codes, scales, zeros, dtype: tl.constexpr):
         factors = tl.where(factors == 0, 1 << 6, factors).to(tl.uint16).to(tl.bfloat16, bitcast=True)  # 2^-127
     else:
         factors = scales.to(tl.bfloat16 if IS_FP4 or dtype != tl.float16 else tl.float16)
-    factors = _spread(factors, N, NUM_BYTES)
+    factors = spread(factors, N, NUM_BYTES)
     if IS_FP4:
-        low, high = _convert(codes, factors, _FP4)
+        low, high = _to_bfloat16(_FP4, "=r,=r,=r,=r,r,r,r", [codes, factors])
     elif zeros is None:
         if dtype == tl.float16:
-            low, high = _convert_to_half(codes, factors, _INT4_HALF)
+            low, high = _to_half(_INT4_HALF, "=r,=r,=r,=r,r,r,r", [codes, factors])
         else:
-            low, high = _convert(codes, factors, _INT4)
+            low, high = _to_bfloat16(_INT4, "=r,=r,=r,=r,r,r,r", [codes, factors])
     else:
-        offsets = _spread(zeros.to(tl.uint16), N, NUM_BYTES)
+        offsets = spread(zeros.to(tl.uint16), N, NUM_BYTES)
         if dtype == tl.float16:
             offsets = (offsets | 0x6400).to(tl.float16, bitcast=True)
-            low, high = tl.inline_asm_elementwise(
-                _ZEROED_HALF,
-                "=r,=r,=r,=r,r,r,r,r,r",
-                [codes, factors, offsets],
-                (tl.float16, tl.float16),
-                is_pure=True,
-                pack=4,
-            )
+            low, high = _to_half(_ZEROED_HALF, "=r,=r,=r,=r,r,r,r,r,r", [codes, factors, offsets])
         else:
             offsets = (offsets | 0x4300).to(tl.bfloat16, bitcast=True)
-            low, high = tl.inline_asm_elementwise(
-                _ZEROED,
-                "=r,=r,=r,=r,r,r,r,r,r",
-                [codes, factors, offsets],
-                (tl.bfloat16, tl.bfloat16),
-                is_pure=True,
-                pack=4,
-            )
+            low, high = _to_bfloat16(_ZEROED, "=r,=r,=r,=r,r,r,r,r,r", [codes, factors, offsets])
     return low.to(dtype), high.to(dtype)
 
 
 @triton.jit
-def _convert(codes, factors, assembler: tl.constexpr):
-    return tl.inline_asm_elementwise(
-        assembler, "=r,=r,=r,=r,r,r,r", [codes, factors], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-    )
+def _to_bfloat16(assembler: tl.constexpr, registers: tl.constexpr, arguments):
+    return tl.inline_asm_elementwise(assembler, registers, arguments, (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
 
 
 @triton.jit
-def _convert_to_half(codes, factors, assembler: tl.constexpr):
-    return tl.inline_asm_elementwise(
-        assembler, "=r,=r,=r,=r,r,r,r", [codes, factors], (tl.float16, tl.float16), is_pure=True, pack=4
-    )
+def _to_half(assembler: tl.constexpr, registers: tl.constexpr, arguments):
+    return tl.inline_asm_elementwise(assembler, registers, arguments, (tl.float16, tl.float16), is_pure=True, pack=4)
 
 
 @triton.jit
-def _spread(scales, N: tl.constexpr, NUM_BYTES: tl.constexpr):
+def spread(scales, N: tl.constexpr, NUM_BYTES: tl.constexpr):
     """Return each byte's scale."""
     GROUPS: tl.constexpr = scales.shape[1]
     return scales[:, :, None].broadcast_to([N, GROUPS, NUM_BYTES // GROUPS]).reshape(N, NUM_BYTES)
