@@ -294,7 +294,8 @@ def main() -> None:
         if args.json is not None:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             device = torch.device("cuda:0") if args.device == "cuda" else torch.device("cpu")
-            write_results(args.json, rows, len(ENGINES), device, args.commit)
+            num_devices = min(len(ENGINES), torch.cuda.device_count()) if args.device == "cuda" else len(ENGINES)
+            write_results(args.json, rows, num_devices, device, args.commit)
 
 
 if __name__ == "__main__":

@@ -205,7 +205,7 @@ H200X8 = Machine(
     all_to_all=Collective(overhead_us=7.5, per_rank_us=0.7, gb_per_s=270),  # [N]
     direct=Direct(gather_us=4.0, combine_us=5.4, gb_per_s=275),  # [D]
     nvlink_gb_per_s=450,  # published: 18 links of 25 GB/s
-    transfer_gb_per_s=5.6,  # between two H200s, with two slots of 16 MiB under way
+    transfer_gb_per_s=70,  # between two processes on one H200, slots of 128 MiB
     network_gb_per_s=45,  # assumed, not measured: a 400 Gbit/s adapter for each GPU at nine tenths of its 50 GB/s
     network_us=8,  # assumed, not measured: a small message over such a network
     host_gb_per_s=50,  # loads of blocks on one GPU, and on two at the same time

@@ -13,7 +13,7 @@ from dcpmla.transfer.layout import CacheLayout
 from dcpmla.transfer.route import Part, Piece
 from dcpmla.upload import upload
 
-_MOST_KNOWN = 64  # lists of rows whose places are kept: at most 2^14 numbers of 8 bytes each
+_MOST_KNOWN = 64  # lists of rows whose items are kept: at most 2^14 numbers of 8 bytes each
 
 
 class _Known(NamedTuple):
@@ -27,8 +27,8 @@ class _Known(NamedTuple):
 class RowMover:
     """One rank's rows, for either end of a transfer.
 
-    Layers share lists of rows, and all parts of a list use its places in the cache, which are computed and uploaded
-    once. On the host a part of 16 MiB took 0.24 ms of such work.
+    Layers share lists of rows, so the items of a list are computed and uploaded once for all parts. On the host a part
+    of 16 MiB took 0.24 ms of such work.
 
     Args:
         cache: Cache of the rank.

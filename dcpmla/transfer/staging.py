@@ -14,8 +14,8 @@ MOST_SLOTS = 4  # slots of a rank that hold parts of one transfer
 NUM_SLOTS = 2 * MOST_SLOTS  # slots of a rank: an engine holds half of them at most
 _MOST_BYTES, _MOST_SHARE = 1 << 30, 1 / 64  # largest staging memory of a rank, and largest share of a device's memory
 _LEAST_BYTES = 1 << 20  # smallest slot
-# Time of a slot's messages, polls and launches, without the copies. Assumed: no GPU has measured it. On two busy cores
-# of a CPU, parts of 256 KiB come every 1.1 ms, copies included.
+# Time of a slot's messages, polls and launches, without the copies: each end of a transfer on one H200 worked for 0.7
+# to 0.8 ms on a part of 16 MiB.
 _CYCLE_SECONDS = 1e-3
 _TAG_BYTES = 16
 TAGS_BYTES = 2 * _TAG_BYTES  # Each slot has a tag at both ends.
