@@ -158,7 +158,7 @@ class Agents:
                 self.answers.append(answer)
             self._asked[wanted] = process, answer
             self._job.scheduler.reuse.add(wanted)
-            self._job.scheduler.waiting.append(wanted)
+            self._job.scheduler.add(wanted)
         else:
             left = [len(wanted)]
             for each in wanted:
