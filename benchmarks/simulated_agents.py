@@ -269,6 +269,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if args.in_order:
         Precedence.arrange = lambda *_: 0  # type: ignore[method-assign]
         Precedence.lacks_little = lambda *_: False  # type: ignore[method-assign]
+        Scheduler._lets_others_return = lambda *_: False  # type: ignore[method-assign]
     rows = simulate(args)
     found = {"knee": knees(rows)}
     print(json.dumps(found))
