@@ -158,7 +158,7 @@ class Agents:
                 self.answers.append(answer)
             self._asked[wanted] = process, answer
             self._job.scheduler.reuse.add(wanted)
-            self._job.scheduler.waiting.append(wanted)
+            self._job.scheduler.add(wanted)
         else:
             left = [len(wanted)]
             for each in wanted:
@@ -269,6 +269,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if args.in_order:
         Precedence.arrange = lambda *_: 0  # type: ignore[method-assign]
         Precedence.lacks_little = lambda *_: False  # type: ignore[method-assign]
+        Scheduler._lets_others_return = lambda *_: False  # type: ignore[method-assign]
     rows = simulate(args)
     found = {"knee": knees(rows)}
     print(json.dumps(found))

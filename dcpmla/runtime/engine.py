@@ -390,7 +390,8 @@ class Engine:
 
     def _launch(self) -> InFlightStep | None:
         """Start a step after the one in flight, whose tokens are taken if masks need them; None if there is no work."""
-        self.scheduler.waiting += self._arrivals.take_due(self._first_now)
+        for request in self._arrivals.take_due(self._first_now):
+            self.scheduler.add(request)
         is_ahead = self._in_flight is not None
         num_drafts = self.speculation.num_wanted(self.scheduler.running, is_ahead)
         batch = self.scheduler.schedule(self._agreement.clock(), num_drafts, self._first_now)

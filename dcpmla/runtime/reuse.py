@@ -182,10 +182,14 @@ class PrefixReuse:
 
     def add(self, request: Request) -> None:
         """Hash the blocks of a prompt on arrival, so that no step waits for the hashes of many long prompts."""
-        if self.is_enabled and not request.is_scored:
-            request.block_keys(0, (len(request.prompt_token_ids) - 1) // self._block_tokens, self._block_tokens)
-            if self._forks is not None:
-                self._forks.add(request)
+        if self.keys_of_prompt(request) and self._forks is not None:
+            self._forks.add(request)
+
+    def keys_of_prompt(self, request: Request) -> list[bytes]:
+        """Return the keys of the full blocks of a prompt before its last token; none if nothing of it is reused."""
+        if not self.is_enabled or request.is_scored:
+            return []
+        return request.block_keys(0, (len(request.prompt_token_ids) - 1) // self._block_tokens, self._block_tokens)
 
     def remove(self, request: Request) -> None:
         """Remove a request that has ended."""

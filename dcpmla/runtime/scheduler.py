@@ -18,6 +18,7 @@ from dcpmla.runtime.disk_offload import DiskReads, Readiness
 from dcpmla.runtime.pieces import PieceSizes, Room
 from dcpmla.runtime.progress import Loading
 from dcpmla.runtime.request import Request
+from dcpmla.runtime.returns import Returns
 from dcpmla.runtime.reuse import ComingBlocks, Found, PrefixReuse
 from dcpmla.runtime.waiting import Precedence
 
@@ -78,7 +79,7 @@ class Scheduler:
         self.allocator, self.tier, self.costs = allocator, tier or HostTier(), costs
         of_loads = load_costs, disk_costs, costs.least_state_tokens if num_states else 0
         self.reuse = PrefixReuse(allocator, enable_prefix_caching, self.tier, *of_loads)
-        self._precedence = Precedence(self.reuse, max_num_batched_tokens)
+        self._precedence, self._returns = Precedence(self.reuse, max_num_batched_tokens), Returns(allocator)
         self.reads = DiskReads(self.reuse, self.tier) if self.tier.disk.blocks.num_slots else None
         self.prefills_elsewhere = False
         self.waiting: deque[Request] = deque()
@@ -87,7 +88,7 @@ class Scheduler:
         self._refused: tuple[Request | None, int, int] = (None, 0, 0)
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
         self._sizes = PieceSizes(costs, max_num_batched_tokens)
-        self.max_absorbed_tokens = 0
+        self.max_absorbed_tokens, self._agreed_now = 0, 0.0
 
     def schedule(self, now: float, num_drafts: int = 0, agreed_now: float = 0.0) -> Batch:
         """Return the next step, without pieces if there are no requests.
@@ -100,7 +101,7 @@ class Scheduler:
             num_drafts: Limit of the drafts of a request that can draft.
             agreed_now: Seconds on the first rank's clock, the same on all ranks.
         """
-        batch = Batch(self.max_num_batched_tokens)
+        batch, self._agreed_now = Batch(self.max_num_batched_tokens), agreed_now
         prefills = self._schedule_decodes(batch)
         if num_drafts:
             for index, piece in enumerate(batch.pieces):
@@ -127,12 +128,18 @@ class Scheduler:
                 f"raise --kv-cache-memory-bytes, or shard over more ranks (-dcp)"
             )
 
+    def add(self, request: Request) -> None:
+        """Add a request that has arrived."""
+        self.waiting.append(request)
+        self._returns.come(self.reuse.keys_of_prompt(request), request.arrival_time)
+
     def remove(self, request: Request) -> None:
         """Remove a request, running or waiting, and free its blocks."""
         if not request.block_ids:
             self.waiting.remove(request)
         else:
             self.running.remove(request)
+            self._returns.leave(self.reuse.keys_of_prompt(request), self._agreed_now)
             self.free(request)
         self.reuse.remove(request)
         self.release(request)
@@ -140,6 +147,7 @@ class Scheduler:
     def retire(self, request: Request) -> None:
         """Remove a running request, but keep its blocks and its state until `free`."""
         self.running.remove(request)
+        self._returns.leave(self.reuse.keys_of_prompt(request), self._agreed_now)
         self.reuse.remove(request)
 
     def put_back(self, request: Request) -> None:
@@ -293,7 +301,7 @@ class Scheduler:
                 num_held += is_held
                 passed.append(self.waiting.popleft())
                 continue
-            if not self.take_blocks(request, batch):
+            if self._lets_others_return(request) or not self.take_blocks(request, batch):
                 break
             self.running.append(self.waiting.popleft())
             self.release(request)
@@ -304,6 +312,22 @@ class Scheduler:
             if request.loading is None or (request.loading.can_join and not batch.pieces):
                 self._add_piece(batch, request)
         self.waiting.extendleft(reversed(passed))
+
+    def _lets_others_return(self, request: Request) -> bool:
+        """Return whether a prompt waits while others run, because it would evict contexts that may come back soon: at
+        most for as long as the work takes that their eviction would cause (`Returns`).
+        """
+        is_new = request.scheduled_time is None and not self._precedence.lacks_little(request)
+        if not (is_new and self.running) or self.tier.blocks.num_slots:
+            return False
+        num_found = len(self.allocator.find(self.reuse.keys_of_prompt(request)))
+        num_new = self._num_blocks(request.num_tokens) - num_found
+        num_free = self.allocator.num_free - self._returns.num_expected(self._agreed_now)
+        if num_new + len(self.running) <= num_free:
+            return False
+        block_tokens = self.allocator.block_tokens
+        us = self.costs.piece_us(num_new * block_tokens, num_found * block_tokens)
+        return 1e6 * (self._agreed_now - request.arrival_time) < self._returns.further_work * us
 
     def _add_piece(self, batch: Batch, request: Request) -> None:
         """Add a piece of a prompt to a step that has room. If it waits (`PieceSizes`), later prompts wait, too."""
