@@ -5,17 +5,20 @@ from collections.abc import Sequence
 
 from dcpmla.cache.blocks import BlockAllocator
 
-_MOST_LEFT = 4096  # contexts that are remembered
-_NUM_GAPS, _SOON = 256, 0.9  # latest returns, and the part of them that counts as soon
-_NUM_CAPACITIES = 16  # blocks of ended requests that weigh half as much as later ones, in sizes of the cache
+_MOST_LEFT = 4096  # contexts in the record, whether or not the cache still has them
+# A return is soon if it takes no longer than this share of the latest returns.
+_NUM_GAPS, _SOON = 256, 0.9
+# Counts are halved once the blocks of ended requests are this many times the cache's, so later requests weigh more.
+_NUM_CAPACITIES = 16
 _MOST_WORK = 10.0
 
 
 class Returns:
-    """Learns which part of the contexts are used again, and how soon.
+    """Estimates the share of contexts that conversations use again, and after how many seconds they do.
 
-    A prompt that the cache lacks evicts contexts. Those of conversations that come back are computed again, and evict
-    others: of contexts of which the part r comes back, work w makes w (r + r^2 + ...) = w r / (1 - r) more work.
+    A context is the prompt of a request that has ended. A prompt that is not in the cache evicts contexts. If a share r
+    of the contexts is used again, a computation of time t evicts contexts whose second computation takes r t. That
+    computation evicts contexts, too, so the whole cost of the evictions is t (r + r^2 + ...) = t r / (1 - r).
 
     Args:
         allocator: Blocks of the cache.
@@ -23,13 +26,18 @@ class Returns:
 
     def __init__(self, allocator: BlockAllocator) -> None:
         self._allocator = allocator
-        self._left: OrderedDict[bytes, tuple[float, int]] = OrderedDict()  # times and blocks, by a prompt's last key
+        self._left: OrderedDict[bytes, tuple[float, int]] = OrderedDict()  # seconds and blocks, by a prompt's last key
         self._gaps: deque[float] = deque(maxlen=_NUM_GAPS)
         self._num_left = self._num_returned = 0.0  # blocks
         self._soon = 0.0
 
     def leave(self, keys: Sequence[bytes], now: float) -> None:
-        """Note that the request with these blocks has ended: the full ones of its prompt."""
+        """Record the end of a request.
+
+        Args:
+            keys: Keys of the full blocks of its prompt (`PrefixReuse.keys_of_prompt`).
+            now: Seconds, on a clock that all ranks share.
+        """
         if not keys:
             return
         self._left[keys[-1]] = now, len(keys)
@@ -42,7 +50,9 @@ class Returns:
             self._num_returned /= 2
 
     def come(self, keys: Sequence[bytes], now: float) -> None:
-        """Note that a request with these blocks has arrived."""
+        """Record the arrival of a request, which uses the longest context that its prompt begins with (arguments of
+        `leave`).
+        """
         key = next((key for key in reversed(keys) if key in self._left), None)
         if key is None:
             return
@@ -52,7 +62,7 @@ class Returns:
         self._soon = sorted(self._gaps)[int(_SOON * len(self._gaps))]
 
     def num_expected(self, now: float) -> int:
-        """Return the blocks of contexts that are in the cache, and may come back soon."""
+        """Return the number of blocks of the contexts in the cache that may be used again soon."""
         num_expected = 0
         for key, (since, num_blocks) in reversed(self._left.items()):
             if now - since > self._soon:
@@ -62,7 +72,7 @@ class Returns:
 
     @property
     def further_work(self) -> float:
-        """Return the work that a unit of work causes by evicting contexts; at most 10."""
+        """Return r / (1 - r), at most 10; 0 until requests with as many blocks as the cache has have ended."""
         if self._num_left < self._allocator.num_blocks:
             return 0.0
         share = min(self._num_returned / self._num_left, _MOST_WORK / (1 + _MOST_WORK))

@@ -314,8 +314,8 @@ class Scheduler:
         self.waiting.extendleft(reversed(passed))
 
     def _lets_others_return(self, request: Request) -> bool:
-        """Return whether a prompt waits while others run, because it would evict contexts that may come back soon: at
-        most for as long as the work takes that their eviction would cause (`Returns`).
+        """Return whether a prompt waits while others run, because it would evict contexts that may be used again soon.
+        It waits no longer than their second computation would take (`Returns`).
         """
         is_new = request.scheduled_time is None and not self._precedence.lacks_little(request)
         if not (is_new and self.running) or self.tier.blocks.num_slots:

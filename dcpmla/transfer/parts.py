@@ -76,17 +76,19 @@ class RowMover:
     ) -> Iterator[tuple[Items, Tensor, Piece, Tensor]]:
         """Yield for each piece its memory, its items [n] int64, and its rows in the content [n, row_bytes]."""
         keys = [self._key(piece, part.is_state, blocks, state) for piece in part.pieces]
-        self._learn(dict(zip(keys, part.pieces, strict=True)), blocks, state)
+        self._learn(dict(zip(keys, part.pieces, strict=True)), part.is_state, blocks, state)
         for key, piece in zip(keys, part.pieces, strict=True):
             memory = (self._states if part.is_state else self._tokens)[piece.tensor]
             end = piece.start + piece.num_rows * piece.row_bytes
             place = content[piece.start : end].view(piece.num_rows, -1)
             yield memory, self._known[key].items[piece.window], piece, place
 
-    def _learn(self, pieces: dict[tuple[int, ...], Piece], blocks: tuple[int, ...], state: int | None) -> None:
-        """Compute the items of rows that are not known yet, and forget those that were used the longest time ago."""
+    def _learn(
+        self, pieces: dict[tuple[int, ...], Piece], is_state: bool, blocks: tuple[int, ...], state: int | None
+    ) -> None:
+        """Compute the items of lists that are not known yet, and forget those of the least recently used lists."""
         missing = {key: piece for key, piece in pieces.items() if key not in self._known}
-        numbers = [self._items(piece, key[-1] >= 0, blocks, state) for key, piece in missing.items()]
+        numbers = [self._items(piece, is_state, blocks, state) for piece in missing.values()]
         for (key, piece), items in zip(missing.items(), upload(numbers, self._device), strict=True):
             self._known[key] = _Known(piece.listed, blocks, items)
         for key in pieces:
@@ -95,14 +97,12 @@ class RowMover:
             self._known.popitem(last=False)
 
     def _key(self, piece: Piece, is_state: bool, blocks: tuple[int, ...], state: int | None) -> tuple[int, ...]:
-        """Return a key that pieces share only if their rows are at the same places in their tensors; its last number is
-        the state, and -1 for tokens.
-        """
+        """Return a key that pieces share only if their lists are at the same places in their tensors."""
         if is_state:
             assert state is not None
             return id(piece.listed), self._layout.states[piece.tensor].num_rows, state
         spec = self._layout.tokens[piece.tensor]
-        return id(piece.listed), id(blocks), spec.per_block, spec.is_shared, -1
+        return id(piece.listed), id(blocks), spec.per_block, spec.is_shared
 
     def _items(
         self, piece: Piece, is_state: bool, blocks: tuple[int, ...], state: int | None

@@ -93,7 +93,7 @@ def pieces_of(scheduler: Scheduler, arriving: Callable[[int], list[Request]], nu
     for number in range(num_steps):
         for request in arriving(number):
             scheduler.reuse.add(request)
-            scheduler.waiting.append(request)
+            scheduler.add(request)
         batch = scheduler.schedule(float(number))
         steps.append({int(piece.request.request_id): piece.num_tokens for piece in batch.pieces})
         collect(scheduler, compute(scheduler, batch))
@@ -136,7 +136,7 @@ def cached_share(num_sessions: int, num_turns: int) -> float:
     def ask(number: int) -> None:
         request = request_of([*contexts[number], 5], now)
         scheduler.reuse.add(request)
-        scheduler.waiting.append(request)
+        scheduler.add(request)
         open_requests[request] = number
 
     for number in range(num_sessions):

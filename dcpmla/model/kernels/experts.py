@@ -53,7 +53,7 @@ _MANY_ROWS = 64  # average rows per expert above which Hopper GPUs use their own
 # rows by another one.
 _ORDERED_ROWS = 16
 _GROUPED = "grouped"  # integers in groups of 64 or more columns
-_ZEROED = "zeroed"  # those with zero points
+_ZEROED = "zeroed"  # integers in such groups that have zero points
 _RESERVED_BYTES = 4096  # shared memory for everything except the tiles
 _FEW: dict[torch.dtype | str, Tiling] = {
     torch.bfloat16: Tiling(1, Tile(8, 32, 256, 4, 3, True), Tile(8, 64, 256, 4, 7)),
