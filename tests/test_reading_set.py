@@ -17,7 +17,7 @@ from tests.support.launchers import run_forked
 from tests.support.trace import Trace, trace
 
 # Limits of files, of their lines, and of lines in functions that run. Lower them when a step gets shorter.
-BOUNDS = {"layer": (18, 3914, 1228), "chunk": (22, 4460, 1684), "engine": (51, 9_441, 2_604)}
+BOUNDS = {"layer": (18, 3914, 1228), "chunk": (22, 4460, 1684), "engine": (52, 9_546, 2_604)}
 PARTS = {
     "layer": {"attention/mla/layer.py", "attention/step/metadata.py", "attention/mla/decode.py", "comm/exchange.py"},
     "chunk": {"attention/mla/layer.py", "attention/mla/prefill.py", "attention/step/chunks.py", "merge.py"},

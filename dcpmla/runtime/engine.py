@@ -375,6 +375,7 @@ class Engine:
     def restart_clock(self) -> None:
         """Set the engine's clock to 0: arrival times count from here."""
         self._agreement.restart_clock()
+        self.scheduler.restart_clock()
         self.now = self._first_now = 0.0
 
     def _can_move(self) -> bool:

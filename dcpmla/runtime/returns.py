@@ -10,15 +10,19 @@ _MOST_LEFT = 4096  # contexts in the record, whether or not the cache still has 
 _NUM_GAPS, _SOON = 256, 0.9
 # Counts are halved once the blocks of ended requests are this many times the cache's, so later requests weigh more.
 _NUM_CAPACITIES = 16
-_MOST_WORK = 10.0
+_BUSY_SECONDS = 60.0  # time constant of the share of time in which prompts are computed
+_MOST_DELAY = 10.0
 
 
 class Returns:
-    """Estimates the share of contexts that conversations use again, and after how many seconds they do.
+    """Estimates the share of contexts that conversations use again, after how many seconds they do, and what it costs
+    them if a prompt evicts contexts.
 
     A context is the prompt of a request that has ended. A prompt that is not in the cache evicts contexts. If a share r
     of the contexts is used again, a computation of time t evicts contexts whose second computation takes r t. That
-    computation evicts contexts, too, so the whole cost of the evictions is t (r + r^2 + ...) = t r / (1 - r).
+    computation evicts contexts, too, so the whole work of the evictions is t (r + r^2 + ...) = t r / (1 - r). It delays
+    the prompts that wait or are computed at the same time: if prompts are computed for a share b of the time,
+    b / (1 - b) of them in the mean (the length of a queue M/M/1). So all prompts together lose t r / (1 - r) b / (1 - b).
 
     Args:
         allocator: Blocks of the cache.
@@ -29,22 +33,33 @@ class Returns:
         self._left: OrderedDict[bytes, tuple[float, int]] = OrderedDict()  # seconds and blocks, by a prompt's last key
         self._gaps: deque[float] = deque(maxlen=_NUM_GAPS)
         self._num_left = self._num_returned = 0.0  # blocks
-        self._soon = 0.0
+        self._soon = self._busy = self._now = 0.0
+
+    def begin_step(self, now: float, was_busy: bool) -> None:
+        """Count the time since the step before began.
+
+        Args:
+            now: Seconds, on a clock that all ranks share, as in `leave` and `come`.
+            was_busy: Whether that step computed prompts that lacked more than little.
+        """
+        seconds, self._now = max(0.0, now - self._now), now
+        self._busy += seconds / (seconds + _BUSY_SECONDS) * (was_busy - self._busy)
 
     def leave(self, keys: Sequence[bytes], now: float) -> None:
         """Record the end of a request.
 
         Args:
             keys: Keys of the full blocks of its prompt (`PrefixReuse.keys_of_prompt`).
-            now: Seconds, on a clock that all ranks share.
+            now: Seconds.
         """
         if not keys:
             return
+        # Samples of one prompt leave one context.
+        self._num_left += 0 if keys[-1] in self._left else len(keys)
         self._left[keys[-1]] = now, len(keys)
         self._left.move_to_end(keys[-1])
         if len(self._left) > _MOST_LEFT:
             self._left.popitem(last=False)
-        self._num_left += len(keys)
         if self._num_left > _NUM_CAPACITIES * self._allocator.num_blocks:
             self._num_left /= 2
             self._num_returned /= 2
@@ -71,9 +86,11 @@ class Returns:
         return num_expected
 
     @property
-    def further_work(self) -> float:
-        """Return r / (1 - r), at most 10; 0 until requests with as many blocks as the cache has have ended."""
+    def delay(self) -> float:
+        """Return r / (1 - r) b / (1 - b), at most 10: what prompts lose by evictions of a computation, in times of that
+        computation. It is 0 until requests with as many blocks as the cache has have ended.
+        """
         if self._num_left < self._allocator.num_blocks:
             return 0.0
-        share = min(self._num_returned / self._num_left, _MOST_WORK / (1 + _MOST_WORK))
-        return share / (1 - share)
+        odds = [share / max(1 - share, 1e-6) for share in (self._num_returned / self._num_left, self._busy)]
+        return min(odds[0] * odds[1], _MOST_DELAY)

@@ -89,6 +89,7 @@ class Scheduler:
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
         self._sizes = PieceSizes(costs, max_num_batched_tokens)
         self.max_absorbed_tokens, self._agreed_now = 0, 0.0
+        self._is_busy = False  # whether the step computes prompts that lack more than little
 
     def schedule(self, now: float, num_drafts: int = 0, agreed_now: float = 0.0) -> Batch:
         """Return the next step, without pieces if there are no requests.
@@ -102,6 +103,8 @@ class Scheduler:
             agreed_now: Seconds on the first rank's clock, the same on all ranks.
         """
         batch, self._agreed_now = Batch(self.max_num_batched_tokens), agreed_now
+        self._returns.begin_step(agreed_now, self._is_busy)
+        self._is_busy = False
         prefills = self._schedule_decodes(batch)
         if num_drafts:
             for index, piece in enumerate(batch.pieces):
@@ -113,6 +116,10 @@ class Scheduler:
             self._schedule_prompts(batch, prefills, now, agreed_now)
         batch.arrange(self.costs, self.max_absorbed_tokens)
         return batch
+
+    def restart_clock(self) -> None:
+        """Forget the times at which contexts were used."""
+        self._returns = Returns(self.allocator)
 
     def check_fits(self, request: Request) -> None:
         """Raise ValueError if the whole cache is too small for a request.
@@ -315,7 +322,7 @@ class Scheduler:
 
     def _lets_others_return(self, request: Request) -> bool:
         """Return whether a prompt waits while others run, because it would evict contexts that may be used again soon.
-        It waits no longer than their second computation would take (`Returns`).
+        It waits no longer than other prompts would lose by that (`Returns`).
         """
         is_new = request.scheduled_time is None and not self._precedence.lacks_little(request)
         if not (is_new and self.running) or self.tier.blocks.num_slots:
@@ -327,7 +334,7 @@ class Scheduler:
             return False
         block_tokens = self.allocator.block_tokens
         us = self.costs.piece_us(num_new * block_tokens, num_found * block_tokens)
-        return 1e6 * (self._agreed_now - request.arrival_time) < self._returns.further_work * us
+        return 1e6 * (self._agreed_now - request.arrival_time) < self._returns.delay * us
 
     def _add_piece(self, batch: Batch, request: Request) -> None:
         """Add a piece of a prompt to a step that has room. If it waits (`PieceSizes`), later prompts wait, too."""
@@ -340,6 +347,7 @@ class Scheduler:
         num_tokens = self.reuse.cut_piece(request, num_tokens)
         us = self.costs.piece_us(num_tokens, context)
         self._precedence.count(request, num_tokens, us)
+        self._is_busy |= not self._precedence.lacks_little(request)
         batch.add(request, num_tokens)
         batch.room_us -= us
 

@@ -5,21 +5,27 @@ from random import Random
 import pytest
 
 from dcpmla.cache.blocks import BlockAllocator
+from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.costs import TokenCosts
 from dcpmla.runtime.request import Request
 from dcpmla.runtime.returns import Returns
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.scheduler import Scheduler
 from tests.runtime.test_scheduler import collect, compute
+from tests.support.hash_model import alone, make_engine
+from tests.support.ranks import run_ranks
 
 BLOCK = 4
 
 
 class Costs(TokenCosts):
-    """Costs of equal tokens, a hundredth of a second each."""
+    """Costs of equal tokens, a hundredth of a second each by default."""
+
+    def __init__(self, token_us: float = 1e4) -> None:
+        self._token_us = token_us
 
     def piece_us(self, num_tokens: int, context: int) -> float:
-        return 1e4 * num_tokens
+        return self._token_us * num_tokens
 
 
 def keys_of(number: int, num_blocks: int) -> list[bytes]:
@@ -33,15 +39,23 @@ def remember(allocator: BlockAllocator, keys: list[bytes]) -> None:
     allocator.free(blocks)
 
 
+def busy_half(allocator: BlockAllocator) -> Returns:
+    """Return a record after a minute of prompts, so that what they lose is the work of evictions."""
+    returns = Returns(allocator)
+    returns.begin_step(0.0, False)
+    returns.begin_step(60.0, True)
+    return returns
+
+
 def test_contexts_that_come_back_are_expected_as_long_as_most_took() -> None:
     allocator = BlockAllocator(100, BLOCK)
-    returns = Returns(allocator)
+    returns = busy_half(allocator)
     for number in range(20):  # 10 come back after 1 to 10 s, with another block
         keys = keys_of(number, 10)
         returns.leave(keys, 0.0)
         if number < 10:
             returns.come([*keys, b"next"], number + 1.0)
-    assert returns.further_work == pytest.approx(1.0)  # 1/2 + 1/4 + ...
+    assert returns.delay == pytest.approx(1.0)  # 1/2 + 1/4 + ...
     assert returns.num_expected(0.0) == 0  # the cache has none of them
     for number in (15, 17):
         remember(allocator, keys_of(number, 10))
@@ -52,29 +66,59 @@ def test_contexts_that_come_back_are_expected_as_long_as_most_took() -> None:
 
 
 def test_nothing_is_expected_before_the_cache_was_filled_once() -> None:
-    returns = Returns(BlockAllocator(100, BLOCK))
+    returns = busy_half(BlockAllocator(100, BLOCK))
     for number in range(9):
         returns.leave(keys_of(number, 10), 0.0)
         returns.come(keys_of(number, 10), 1.0)
-    assert returns.further_work == 0.0
+    assert returns.delay == 0.0
     returns.leave([], 0.0)
     returns.come([], 1.0)
     returns.leave(keys_of(9, 10), 0.0)
-    assert returns.further_work == pytest.approx(9.0)
+    assert returns.delay == pytest.approx(9.0)
     returns.come(keys_of(9, 10), 1.0)
-    assert returns.further_work == pytest.approx(10.0)  # all came back
+    assert returns.delay == pytest.approx(10.0)  # all came back
+
+
+def test_samples_of_a_prompt_leave_one_context() -> None:
+    returns = busy_half(BlockAllocator(40, BLOCK))
+    for number in range(4):
+        for _ in range(3):
+            returns.leave(keys_of(number, 10), 0.0)
+        for _ in range(3):
+            returns.come(keys_of(number, 10), 1.0)
+        returns.leave(keys_of(number + 10, 10), 1.0)
+    assert returns.delay == pytest.approx(1.0)
+
+
+def test_evictions_cost_nothing_where_prompts_are_rare() -> None:
+    """One more prompt delays others in proportion to the share of the time in which prompts are computed."""
+    returns = Returns(BlockAllocator(10, BLOCK))
+    for number in range(2):
+        returns.leave(keys_of(number, 10), 0.0)
+    returns.come(keys_of(0, 10), 1.0)
+    assert returns.delay == 0.0
+    delays, now = list[float](), 0.0
+    for is_busy in (True, True, False, True):
+        for _ in range(600):
+            now += 0.1
+            returns.begin_step(now, is_busy)
+        delays.append(returns.delay)
+    assert 1 < delays[0] < delays[1]
+    assert delays[2] < 0.6 < delays[3] < delays[1]
+    returns.begin_step(0.0, True)  # a clock that was set back
+    assert returns.delay == delays[3]
 
 
 def test_older_requests_weigh_less_and_few_are_remembered() -> None:
-    returns = Returns(BlockAllocator(10, BLOCK))
+    returns = busy_half(BlockAllocator(10, BLOCK))
     for number in range(100):
         returns.leave(keys_of(number, 10), 0.0)
         returns.come(keys_of(number, 10), 1.0)
     for number in range(5000):
-        returns.leave(keys_of(number, 10), 2.0)
-    assert returns.further_work < 1e-3
-    returns.come(keys_of(0, 10), 3.0)  # too many have left since
-    assert returns.further_work < 1e-3
+        returns.leave(keys_of(number + 100, 10), 2.0)
+    assert returns.delay < 1e-3
+    returns.come(keys_of(100, 10), 3.0)  # too many have left since
+    assert returns.delay < 1e-3
 
 
 def run_sessions(num_sessions: int, num_turns: int, comes_back: bool = True) -> list[float]:
@@ -119,3 +163,49 @@ def test_conversations_that_pause_keep_their_contexts(monkeypatch: pytest.Monkey
     assert once == run_sessions(6, 300, comes_back=False)[0] == 0.0
     assert idle == 0.0
     assert found > run_sessions(6, 600)[0] + 0.1
+
+
+def serve_turns(num_ranks: int) -> tuple[int, list[int]]:
+    """On one rank: serve turns of conversations that do not fit together; return how often a prompt waited for others,
+    and how many tokens were found of each turn's prompt, in the order of their ends.
+    """
+    mesh = init_mesh(num_ranks, 1)
+    engine = make_engine(30, max_num_batched_tokens=16, max_num_seqs=4, mesh=mesh, costs=Costs(1e9))
+    random, num_waits, found = Random(0), 0, list[int]()
+    texts = [[random.randrange(28) for _ in range(30)] for _ in range(6)]
+    asked, due = dict[Request, int](), dict.fromkeys(range(len(texts)), 0)
+    lets_others_return = engine.scheduler._lets_others_return
+
+    def count(request: Request) -> bool:
+        nonlocal num_waits
+        waits = lets_others_return(request)
+        num_waits += waits
+        return waits
+
+    engine.scheduler._lets_others_return = count  # type: ignore[method-assign]
+    for step in range(300):
+        for number in [number for number, at in due.items() if at <= step]:
+            del due[number]
+            asked[engine.add(texts[number], SamplingParams(max_new_tokens=3))] = number
+        engine.step()
+        for request in [request for request in asked if request.finish_reason]:
+            number = asked.pop(request)
+            assert request.token_ids == alone(request.prompt_token_ids, 3)
+            found.append(request.num_cached_tokens)
+            texts[number] = [*texts[number], *request.token_ids, 7][:60]
+            due[number] = step + random.randint(1, 5)
+    list(engine.run())
+    assert engine.allocator.num_free == 30
+    engine.restart_clock()
+    assert engine.scheduler._returns.num_expected(0.0) == 0
+    return num_waits, found
+
+
+def test_ranks_let_the_same_prompts_wait() -> None:
+    """Their clocks differ, and they decide by the first one's."""
+    first, *others = run_ranks(3, serve_turns, 3)
+    assert others == [first, first]
+    num_waits, found = first
+    assert num_waits > 10
+    assert len(found) > 50
+    assert any(found)
