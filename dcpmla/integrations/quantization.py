@@ -15,6 +15,7 @@ from dcpmla.parallel.linear import QuantizedWeight
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _E4M3 = "F8_E4M3"
 _EXPONENTS = ("F8_E8M0", "U8")  # scales 2^(byte - 127)
+_LOW = 0x0F0F0F0F
 _NIBBLES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # of AWQ's words, for outputs 0 to 7
 
 
@@ -250,8 +251,7 @@ class _PackedMatrix:
     def _codes(self, start: int, stop: int, first: int, end: int) -> Tensor:
         """Return bytes [n, k / 2] of codes, the even column in the lower half."""
         if self._layout.packs_rows:
-            codes = self._packed_rows("codes", start, stop, slice(first, end))
-            return codes[:, ::2] | codes[:, 1::2] << 4
+            return self._pairs_of_columns(start, stop, slice(first, end))
         count = 8 if self._parts["codes"].dtype == "I32" else 2
         packed = self._slice("codes", slice(start, stop), slice(first // count, end // count)).contiguous()
         return packed.view(torch.uint8) ^ (0x88 if self._layout.is_signed else 0)
@@ -260,6 +260,15 @@ class _PackedMatrix:
         """Return the zero points [n, groups] of codes from 0 to 15; None for 8, as in all of GPTQ's that are read."""
         is_symmetric = self._layout.is_transposed and not self._layout.packs_rows
         return None if "zeros" not in self._parts or is_symmetric else self._packed_rows("zeros", start, stop, groups)
+
+    def _pairs_of_columns(self, start: int, stop: int, cols: slice) -> Tensor:
+        """Return bytes [n, k / 2] of AWQ's codes, four of a word at a time."""
+        words = self._parts["codes"][cols, start // 8 : -(-stop // 8)]
+        even, odd = words[::2], words[1::2]
+        low, high = even & _LOW | (odd & _LOW) << 4, even >> 4 & _LOW | odd & ~_LOW
+        # Outputs 0, 4, 1, 5 and 2, 6, 3, 7 of each word's eight.
+        pairs = torch.stack([low, high], -1).view(torch.uint8).unflatten(-1, (4, 2))
+        return pairs.permute(1, 3, 2, 0).reshape(-1, len(even))[start % 8 : start % 8 + stop - start]
 
     def _packed_rows(self, part: str, start: int, stop: int, cols: slice) -> Tensor:
         """Return numbers [n, columns] of a tensor whose words hold eight rows each."""

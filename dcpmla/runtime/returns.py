@@ -22,7 +22,7 @@ class Returns:
     of the contexts is used again, a computation of time t evicts contexts whose second computation takes r t. That
     computation evicts contexts, too, so the whole work of the evictions is t (r + r^2 + ...) = t r / (1 - r). It delays
     the prompts that wait or are computed at the same time: if prompts are computed for a share b of the time,
-    b / (1 - b) of them in the mean (the length of a queue M/M/1). So all prompts together lose t r / (1 - r) b / (1 - b).
+    b / (1 - b) of them in the mean (the length of a queue M/M/1). So together they lose t r / (1 - r) b / (1 - b).
 
     Args:
         allocator: Blocks of the cache.
