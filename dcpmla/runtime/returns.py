@@ -21,8 +21,8 @@ class Returns:
     A context is the prompt of a request that has ended. A prompt that is not in the cache evicts contexts. If a share r
     of the contexts is used again, a computation of time t evicts contexts whose second computation takes r t. That
     computation evicts contexts, too, so the whole work of the evictions is t (r + r^2 + ...) = t r / (1 - r). It delays
-    the prompts that wait or are computed at the same time: if prompts are computed for a share b of the time,
-    b / (1 - b) of them in the mean (the length of a queue M/M/1). So together they lose t r / (1 - r) b / (1 - b).
+    the prompts that wait then: b^2 / (1 - b) in the mean if prompts are computed for a share b of the time (the queue
+    of M/M/1, without the one that is served). Together they lose t r / (1 - r) b^2 / (1 - b).
 
     Args:
         allocator: Blocks of the cache.
@@ -87,10 +87,10 @@ class Returns:
 
     @property
     def delay(self) -> float:
-        """Return r / (1 - r) b / (1 - b), at most 10: what prompts lose by evictions of a computation, in times of that
-        computation. It is 0 until requests with as many blocks as the cache has have ended.
+        """Return r / (1 - r) b^2 / (1 - b), at most 10: what prompts lose by evictions of a computation, in times of
+        that computation. It is 0 until requests with as many blocks as the cache has have ended.
         """
         if self._num_left < self._allocator.num_blocks:
             return 0.0
-        odds = [share / max(1 - share, 1e-6) for share in (self._num_returned / self._num_left, self._busy)]
-        return min(odds[0] * odds[1], _MOST_DELAY)
+        further, waiting = (share / max(1 - share, 1e-6) for share in (self._num_returned / self._num_left, self._busy))
+        return min(further * waiting * self._busy, _MOST_DELAY)

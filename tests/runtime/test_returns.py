@@ -39,17 +39,17 @@ def remember(allocator: BlockAllocator, keys: list[bytes]) -> None:
     allocator.free(blocks)
 
 
-def busy_half(allocator: BlockAllocator) -> Returns:
-    """Return a record after a minute of prompts, so that what they lose is the work of evictions."""
-    returns = Returns(allocator)
+def with_one_waiting(allocator: BlockAllocator) -> Returns:
+    """Return a record of a share b of busy time with b^2 / (1 - b) = 1, so that the loss is the work of evictions."""
+    returns, share = Returns(allocator), (5**0.5 - 1) / 2
     returns.begin_step(0.0, False)
-    returns.begin_step(60.0, True)
+    returns.begin_step(60 * share / (1 - share), True)
     return returns
 
 
 def test_contexts_that_come_back_are_expected_as_long_as_most_took() -> None:
     allocator = BlockAllocator(100, BLOCK)
-    returns = busy_half(allocator)
+    returns = with_one_waiting(allocator)
     for number in range(20):  # 10 come back after 1 to 10 s, with another block
         keys = keys_of(number, 10)
         returns.leave(keys, 0.0)
@@ -66,7 +66,7 @@ def test_contexts_that_come_back_are_expected_as_long_as_most_took() -> None:
 
 
 def test_nothing_is_expected_before_the_cache_was_filled_once() -> None:
-    returns = busy_half(BlockAllocator(100, BLOCK))
+    returns = with_one_waiting(BlockAllocator(100, BLOCK))
     for number in range(9):
         returns.leave(keys_of(number, 10), 0.0)
         returns.come(keys_of(number, 10), 1.0)
@@ -80,7 +80,7 @@ def test_nothing_is_expected_before_the_cache_was_filled_once() -> None:
 
 
 def test_samples_of_a_prompt_leave_one_context() -> None:
-    returns = busy_half(BlockAllocator(40, BLOCK))
+    returns = with_one_waiting(BlockAllocator(40, BLOCK))
     for number in range(4):
         for _ in range(3):
             returns.leave(keys_of(number, 10), 0.0)
@@ -103,14 +103,14 @@ def test_evictions_cost_nothing_where_prompts_are_rare() -> None:
             now += 0.1
             returns.begin_step(now, is_busy)
         delays.append(returns.delay)
-    assert 1 < delays[0] < delays[1]
-    assert delays[2] < 0.6 < delays[3] < delays[1]
+    assert 0.5 < delays[0] < delays[1]
+    assert delays[2] < 0.3 < delays[3] < delays[1]
     returns.begin_step(0.0, True)  # a clock that was set back
     assert returns.delay == delays[3]
 
 
 def test_older_requests_weigh_less_and_few_are_remembered() -> None:
-    returns = busy_half(BlockAllocator(10, BLOCK))
+    returns = with_one_waiting(BlockAllocator(10, BLOCK))
     for number in range(100):
         returns.leave(keys_of(number, 10), 0.0)
         returns.come(keys_of(number, 10), 1.0)
