@@ -3,7 +3,10 @@
 from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+import dcpmla.runtime.scheduler as scheduler_module
 from dcpmla.cache.blocks import BlockAllocator
 from dcpmla.parallel.mesh import init_mesh
 from dcpmla.runtime.costs import TokenCosts
@@ -12,7 +15,8 @@ from dcpmla.runtime.returns import Returns
 from dcpmla.runtime.sampling import SamplingParams
 from dcpmla.runtime.scheduler import Scheduler
 from tests.runtime.test_scheduler import collect, compute
-from tests.support.hash_model import alone, make_engine
+from tests.support.engine_loads import Load, check_empty, loads, serve
+from tests.support.hash_model import HashDrafter, alone, make_engine
 from tests.support.ranks import run_ranks
 
 BLOCK = 4
@@ -165,6 +169,31 @@ def test_conversations_that_pause_keep_their_contexts(monkeypatch: pytest.Monkey
     assert found > run_sessions(6, 600)[0] + 0.1
 
 
+class AnyReturns(Returns):
+    """Returns that may say anything at any time, as those of any past could."""
+
+    random = Random(0)
+
+    def num_expected(self, now: float) -> int:
+        return self.random.randrange(2 * self._allocator.num_blocks)
+
+    @property
+    def delay(self) -> float:
+        return self.random.choice([0.0, 10.0])
+
+
+@given(load=loads(most=12, longest=30, latest=30, aborts=True), seed=st.integers(0, 99), drafts=st.booleans())
+def test_requests_get_their_tokens_whatever_waits(load: Load, seed: int, drafts: bool) -> None:
+    """Under preemption and aborts."""
+    drafter = HashDrafter(2, 0.5, seed) if drafts else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler_module, "Returns", AnyReturns)
+        patch.setattr(AnyReturns, "random", Random(seed))
+        engine = make_engine(*load.limits, costs=Costs(1e12), drafter=drafter)
+        serve(engine, load)
+        check_empty(engine)
+
+
 def serve_turns(num_ranks: int) -> tuple[int, list[int]]:
     """On one rank: serve turns of conversations that do not fit together; return how often a prompt waited for others,
     and how many tokens were found of each turn's prompt, in the order of their ends.
@@ -183,7 +212,7 @@ def serve_turns(num_ranks: int) -> tuple[int, list[int]]:
         return waits
 
     engine.scheduler._lets_others_return = count  # type: ignore[method-assign]
-    for step in range(300):
+    for step in range(160):
         for number in [number for number, at in due.items() if at <= step]:
             del due[number]
             asked[engine.add(texts[number], SamplingParams(max_new_tokens=3))] = number
@@ -207,5 +236,5 @@ def test_ranks_let_the_same_prompts_wait() -> None:
     assert others == [first, first]
     num_waits, found = first
     assert num_waits > 10
-    assert len(found) > 50
+    assert len(found) > 30
     assert any(found)
