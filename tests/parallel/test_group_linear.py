@@ -228,5 +228,6 @@ def test_dequantizing_compiles_for_hopper() -> None:
         types = {"codes_ptr": f"*{codes}", "scales_ptr": "*u8", "out_ptr": "*bf16"}
         constants = {"GROUPS": 64, "GROUP": group, "zeros_ptr": None, "factors_ptr": None}
         ptx, log = compile_for_hopper(dequantize_groups_kernel, ASTSource, types, constants, num_warps=4)
-        assert "ld.global.v4" in ptx  # 16 codes at a time
+        assert "st.global.v4" in ptx  # 8 values at a time
+        assert "st.shared" not in ptx  # no value moves between threads
         assert "0 bytes spill stores" in log

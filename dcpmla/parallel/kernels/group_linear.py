@@ -44,6 +44,7 @@ class Tiling(NamedTuple):
 _TILINGS = Tiling(16, 4, 640, False, 2), Tiling(32, 3, 640), Tiling(64, 2, 640), Tiling(128, 2, 320)
 _FEW_TOKENS = _TILINGS[-1].tokens
 _LEAST_BLOCKS = 7  # blocks of columns of a part
+_DEQUANTIZED = 8192  # values of a program
 
 
 @triton.jit
@@ -144,7 +145,9 @@ def dequantize_groups_kernel(
     GROUP_BYTES: tl.constexpr = GROUP // 2 if codes_ptr.dtype.element_ty == tl.uint8 else GROUP
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
     is_group = group < num_groups
-    codes = tl.load(codes_ptr + group * GROUP_BYTES + tl.arange(0, GROUP_BYTES)[None, :], mask=is_group)
+    # A thread loads the codes of the eight values that it stores at once: none moves to another thread.
+    codes_ptr += group * GROUP_BYTES + tl.arange(0, GROUP_BYTES)[None, :]
+    codes = tl.load(tl.max_contiguous(codes_ptr, (1, 8 * GROUP_BYTES // GROUP)), mask=is_group)
     scales, zeros = tl.load(scales_ptr + group, mask=is_group, other=0.0), None
     if GROUP_BYTES == GROUP:
         values = scale_groups(codes, scales, out_ptr.dtype.element_ty)
@@ -208,11 +211,8 @@ def multiply(x: Tensor, weight: Quantized, arrivals: Tensor) -> Tensor:
 
 def dequantize_groups(weight: Quantized, dtype: torch.dtype) -> Tensor:
     """Return the values of a contiguous weight."""
-    (num_rows, groups_per_row), columns, tile = (
-        weight.scales.shape,
-        weight.format.columns,
-        2048 // weight.format.columns,
-    )
+    (num_rows, groups_per_row), columns = weight.scales.shape, weight.format.columns
+    tile = _DEQUANTIZED // columns  # groups
     out = torch.empty(num_rows, groups_per_row * columns, dtype=dtype, device=weight.codes.device)
     sizes = weight.scales.numel(), groups_per_row
     grid = (triton.cdiv(sizes[0], tile),)
