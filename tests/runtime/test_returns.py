@@ -199,7 +199,7 @@ def serve_turns(num_ranks: int) -> tuple[int, list[int]]:
     and how many tokens were found of each turn's prompt, in the order of their ends.
     """
     mesh = init_mesh(num_ranks, 1)
-    engine = make_engine(30, max_num_batched_tokens=16, max_num_seqs=4, mesh=mesh, costs=Costs(1e9))
+    engine = make_engine(30, max_num_batched_tokens=16, max_num_seqs=4, mesh=mesh, costs=Costs(1e12))
     random, num_waits, found = Random(0), 0, list[int]()
     texts = [[random.randrange(28) for _ in range(30)] for _ in range(6)]
     asked, due = dict[Request, int](), dict.fromkeys(range(len(texts)), 0)
