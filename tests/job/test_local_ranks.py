@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +74,11 @@ def family(directory: Path, *actions: str, parent: Callable[..., object] | None 
                 os.kill(pid, signal.SIGKILL)
 
 
-def _parent(directory: Path, actions: tuple[str, ...]) -> None:
+def _parent(directory: Path, actions: tuple[str, ...], stops: tuple[tuple[float, int], ...] = SOON) -> None:
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     sys.stderr = os.fdopen(2, "w", closefd=False)
-    local_ranks._STOPS, local_ranks._PAUSE = SOON, 0.3  # type: ignore[misc]
+    local_ranks._STOPS, local_ranks._PAUSE = stops, 0.3  # type: ignore[misc]
     sys.orig_argv = [sys.executable, str(small_rank.__file__), str(directory), *actions]
     os.environ.pop("OMP_NUM_THREADS", None)
     sys.exit(run_local_ranks(len(actions), Hosts()))
@@ -124,7 +125,8 @@ def test_one_ends_all(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_reach_every_rank_once(number: signal.Signals, tmp_path: Path) -> None:
     """As those of a server that finishes its requests do, and then ends in order."""
-    with family(tmp_path, "drain 1", "drain 2") as job:
+    unhurried = partial(_parent, stops=((0.0, signal.SIGTERM), (300.0, signal.SIGKILL)))  # ranks may take long to end
+    with family(tmp_path, "drain 1", "drain 2", parent=unhurried) as job:
         job.ranks()
         wait_until(lambda: all((tmp_path / f"got {rank}").exists() for rank in range(2)), "a rank has no handler")
         os.kill(job.process.pid, number)
