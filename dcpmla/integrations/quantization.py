@@ -15,7 +15,7 @@ from dcpmla.parallel.linear import QuantizedWeight
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _E4M3 = "F8_E4M3"
 _EXPONENTS = ("F8_E8M0", "U8")  # scales 2^(byte - 127)
-_LOW = 0x0F0F0F0F
+_LOW = 0x0F0F0F0F  # the lower half of each byte of a word
 _NIBBLES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # of AWQ's words, for outputs 0 to 7
 
 

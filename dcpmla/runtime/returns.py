@@ -15,14 +15,13 @@ _MOST_DELAY = 10.0
 
 
 class Returns:
-    """Estimates the share of contexts that conversations use again, after how many seconds they do, and what it costs
-    them if a prompt evicts contexts.
+    """Estimates how often conversations use their contexts again, how soon, and what evicting some costs others.
 
     A context is the prompt of a request that has ended. A prompt that is not in the cache evicts contexts. If a share r
-    of the contexts is used again, a computation of time t evicts contexts whose second computation takes r t. That
-    computation evicts contexts, too, so the whole work of the evictions is t (r + r^2 + ...) = t r / (1 - r). It delays
-    the prompts that wait then: b^2 / (1 - b) in the mean if prompts are computed for a share b of the time (the queue
-    of M/M/1, without the one that is served). Together they lose t r / (1 - r) b^2 / (1 - b).
+    of the contexts is used again, a computation of time t evicts contexts whose second computation takes r t. That one
+    evicts contexts, too, so evictions make t (r + r^2 + ...) = t r / (1 - r) of work. Each prompt that waits then loses
+    this time. If prompts are computed for a share b of the time, b^2 / (1 - b) prompts wait in the mean: a formula of
+    queues (M/M/1). All of them together lose t r / (1 - r) b^2 / (1 - b).
 
     Args:
         allocator: Blocks of the cache.

@@ -86,7 +86,7 @@ class RowMover:
     def _learn(
         self, pieces: dict[tuple[int, ...], Piece], is_state: bool, blocks: tuple[int, ...], state: int | None
     ) -> None:
-        """Compute the items of lists that are not known yet, and forget those of the least recently used lists."""
+        """Compute the items of new lists, and forget those of the lists that were not used for longest."""
         missing = {key: piece for key, piece in pieces.items() if key not in self._known}
         numbers = [self._items(piece, is_state, blocks, state) for piece in missing.values()]
         for (key, piece), items in zip(missing.items(), upload(numbers, self._device), strict=True):
