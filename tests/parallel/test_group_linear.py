@@ -84,7 +84,7 @@ def check_packed(device: str, kind: str, dtype: torch.dtype, num_tokens: int, nu
 def check_packed_kernels(device: str) -> None:
     for kind in KINDS:
         if device == "cuda":
-            for num_tokens in (1, 8, 17, 33, 100, 300):
+            for num_tokens in (1, 8, 17, 33, 64, 100, 128, 300):
                 for num_rows, width in ((2112, 7168), (7168, 2048), (200, 128)):
                     check_packed("cuda", kind, torch.bfloat16, num_tokens, num_rows, width)
                 check_packed("cuda", kind, torch.float16, num_tokens, 2112, 7168)
@@ -102,7 +102,7 @@ def test_packed_kernels(device: str) -> None:
 
 def check_kernels(device: str) -> None:
     if device == "cuda":
-        for num_tokens in (1, 8, 17, 33, 100, 300):
+        for num_tokens in (1, 8, 17, 33, 64, 100, 128, 300):
             for num_rows, width in ((2112, 7168), (20480, 6144), (200, 128), (576, 384)):
                 check_kernel("cuda", torch.bfloat16, num_tokens, num_rows, width)
             check_kernel("cuda", torch.bfloat16, num_tokens, 2048, 4096, num_groups=2)

@@ -70,7 +70,37 @@ def compile_source(source: Any, options: dict[str, Any] | None = None) -> Any:
 
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.disable_line_info = True
-        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert not overwritten_products(compiled.asm["ttgir"]), compiled.metadata.name
+    return compiled
+
+
+def overwritten_products(ttgir: str) -> list[str]:
+    """Return the left sides of products in loops that may still be read when the next step writes them.
+
+    Triton lets a `wgmma` run on after its step. If its left side is in registers, the next step may compute them only
+    after a wait for that product. A wait is for all products but the last `pendings`.
+    """
+    loops = re.finditer(r"(?m)^( *)(?=\S.*(?:scf\.for|scf\.while|\} do) .*\n((?:\1 .*\n)*))", ttgir)
+    return [name for loop in loops for name in _overwritten(loop[2].splitlines())]
+
+
+def _overwritten(body: list[str]) -> list[str]:
+    """Return the left sides of a loop's products that its next step overwrites too early."""
+    made = {found[1]: at for at, line in enumerate(body) if (found := re.match(r" *(%\w+)(?::\d+)? = ", line))}
+    waits = [(at, int(found[1])) for at, line in enumerate(body) if (found := re.search(r"pendings = (\d+)", line))]
+    products = [at for at, line in enumerate(body) if "ttng.warp_group_dot " in line]
+    overwritten = []
+    for at in products:
+        found = re.search(r"warp_group_dot (%\w+).*isAsync = true.* : tensor", body[at])
+        if found is None:  # waited for by itself, or both sides are in shared memory
+            continue
+        later = sum(other > at for other in products)
+        in_step = any(wait > at and left <= sum(at < other < wait for other in products) for wait, left in waits)
+        free = [wait for wait, left in waits if wait < at and left <= later + sum(other < wait for other in products)]
+        if not in_step and not (free and made.get(found[1], -1) > free[0]):
+            overwritten.append(found[1])
+    return overwritten
 
 
 def compile_with_log(source: Any, options: dict[str, Any]) -> tuple[Any, str]:

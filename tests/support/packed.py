@@ -4,7 +4,7 @@ import torch
 
 from dcpmla.parallel.formats import Quantized
 
-KINDS = ("fp4", "nvfp4", "int4", "int4_64", "int4_128_zeros", "int4_32_zeros")
+KINDS = ("fp4", "nvfp4", "int4", "int4_64", "int4_128", "int4_128_zeros", "int4_32_zeros")
 
 
 def make_packed(kind: str, rows: tuple[int, ...], num_cols: int, generator: torch.Generator) -> Quantized:

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from dcpmla.model.kernels.glu import activate
 from dcpmla.parallel.formats import BLOCK
+from dcpmla.parallel.kernels.packed import finish
 
 _BLOCK = tl.constexpr(BLOCK)
 
@@ -37,7 +38,7 @@ def _multiply(x, x_scales, w, w_scales, acc, TRANSPOSED: tl.constexpr):
     if w.dtype == tl.float8e4nv:
         acc = tl.fma(tl.dot(w, x.T) if TRANSPOSED else tl.dot(x, w.T), x_scales * w_scales, acc)
     elif TRANSPOSED:
-        acc = tl.dot(w, x.T, acc, input_precision="ieee")
+        acc = finish(tl.dot(w, x.T, acc, input_precision="ieee"))  # a reshaped tile is in registers
     else:
         acc = tl.dot(x, w.T, acc, input_precision="ieee")
     return acc

@@ -9,13 +9,7 @@ import triton.language as tl
 
 from dcpmla.model.kernels.glu import activate
 from dcpmla.model.kernels.grouped import find_routes
-from dcpmla.parallel.kernels.packed import dequantize, subtract_zeros
-
-
-@triton.jit
-def _finish(acc):
-    """Wait for a product and return it: Triton would let it run on, which keeps its left side's registers in use."""
-    return tl.inline_asm_elementwise("", "=f,0", [acc], tl.float32, is_pure=True, pack=1)
+from dcpmla.parallel.kernels.packed import dequantize, finish, subtract_zeros
 
 
 @triton.jit
@@ -128,10 +122,10 @@ def packed_product_kernel(
             low, high = dequantize(codes, scales, zeros, x.dtype)
             w = tl.join(low, high).permute(0, 2, 1).reshape(N, DEPTH)
             if factors_ptr is None or not SUMS:
-                acc = _finish(tl.dot(w, x.T, acc, input_precision="ieee"))
+                acc = finish(tl.dot(w, x.T, acc, input_precision="ieee"))
             else:  # a sum has several experts, each with factors of its own
                 factors = tl.load(factors_ptr + row, mask=tl.where(is_weight, num_groups, 0) > 0, other=0.0)
-                acc = tl.fma(_finish(tl.dot(w, x.T, input_precision="ieee")), factors[:, None], acc)
+                acc = tl.fma(finish(tl.dot(w, x.T, input_precision="ieee")), factors[:, None], acc)
     if SCALES_SUMS:
         acc = tl.sum(acc, 0)
     is_row = routes >= 0

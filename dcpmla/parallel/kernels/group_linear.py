@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from dcpmla.parallel.formats import BLOCK, GROUP, Quantized
 from dcpmla.parallel.kernels.linear import NUM_WARPS, TILE_ROWS, describe, finish_tile
-from dcpmla.parallel.kernels.packed import by_halves, dequantize, spread, subtract_zeros
+from dcpmla.parallel.kernels.packed import by_halves, dequantize, finish, spread, subtract_zeros
 
 _BLOCK = tl.constexpr(BLOCK)
 _GROUP = tl.constexpr(GROUP)
@@ -41,7 +41,7 @@ class Tiling(NamedTuple):
 # Measured on an H200 for weights in 4 bits, like the number of rows up to which the weight is dequantized in registers.
 # A tile has room for all rows, because each tile dequantizes the weight anew. Two warps take `mma`, whose left side
 # comes from shared memory in 32 bits instead of the 16 of `wgmma`: 24 to 34 % fewer instructions.
-_TILINGS = Tiling(16, 4, 640, False, 2), Tiling(32, 3, 640), Tiling(64, 2, 640), Tiling(128, 2, 320)
+_TILINGS = Tiling(16, 4, 640, False, 2), Tiling(32, 3, 640), Tiling(64, 3, 400), Tiling(128, 3, 320)
 _FEW_TOKENS = _TILINGS[-1].tokens
 _LEAST_BLOCKS = 7  # blocks of columns of a part
 _DEQUANTIZED = 8192  # values of a program
@@ -120,10 +120,9 @@ def group_linear_kernel(
             if SCALES_SUMS:
                 acc = tl.fma(tl.dot(high, odd.T, tl.dot(low, even.T)), scales.to(tl.float32), acc)
             else:
-                acc = tl.dot(low, even.T, acc)
-                acc = tl.dot(high, odd.T, acc)
+                acc = finish(tl.dot(high, odd.T, tl.dot(low, even.T, acc)))
         else:
-            acc = tl.dot(scale_groups(codes, scales, x.dtype), x.T, acc)
+            acc = finish(tl.dot(scale_groups(codes, scales, x.dtype), x.T, acc))
     if weight_factors_ptr is not None:
         acc *= tl.load(weight_factors_ptr + row, mask=row < num_rows, other=0)[:, None]
     finish_tile(acc, out_ptr, partials_ptr, arrivals_ptr, num_tokens, num_rows, SPLITS)

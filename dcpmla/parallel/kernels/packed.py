@@ -124,6 +124,16 @@ def spread(scales, N: tl.constexpr, NUM_BYTES: tl.constexpr):
     return scales[:, :, None].broadcast_to([N, GROUPS, NUM_BYTES // GROUPS]).reshape(N, NUM_BYTES)
 
 
+@triton.jit
+def finish(acc):
+    """Wait for a product whose left side is in registers, and return it.
+
+    Triton lets it run on while the next step's values are written into these registers: without this wait products by
+    integers in groups of 128 were wrong by 5 % with 65 to 128 rows.
+    """
+    return tl.inline_asm_elementwise("", "=f,0", [acc], tl.float32, is_pure=True, pack=1)
+
+
 def by_halves(x: Tensor) -> Tensor:
     """Return rows [T, K] in the order in which kernels multiply packed codes: the even columns first, then the odd
     ones.
