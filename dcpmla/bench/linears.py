@@ -15,7 +15,7 @@ from dcpmla.bench.ceilings import measure_ceilings
 from dcpmla.bench.options import named
 from dcpmla.bench.results import Row, finite
 from dcpmla.bench.runner import Benchmark, Work
-from dcpmla.bench.timing import num_rotated
+from dcpmla.bench.timing import calls_over, num_rotated, time_operation
 from dcpmla.bench.weights import WEIGHT_BYTES, random_weight
 from dcpmla.job.join import Job
 from dcpmla.parallel.formats import dequantize
@@ -97,6 +97,8 @@ class Linears(Benchmark[LinearCase, LinearInputs]):
         """Return the rows of torch's product and of the layer's."""
         size, num_sets = inputs.num_out * inputs.num_in, len(inputs.layers)
         rows = []
+        # A GPU that has been idle runs faster at first than its power allows for long.
+        time_operation(inputs.plain, self.device, calls_over(num_sets, self.device), self.sample_seconds)
         for name, run, value_bytes in (
             ("torch", inputs.plain, self.dtype.itemsize),
             ("dcpmla", inputs.ours, WEIGHT_BYTES[case.weights]),
