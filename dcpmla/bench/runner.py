@@ -225,8 +225,12 @@ def add_arguments(kind: type[Benchmark[Any, Any]], parser: argparse.ArgumentPars
     add_commit_argument(parser)
 
 
-def run(kind: type[Benchmark[Any, Any]], args: argparse.Namespace) -> None:
-    """Measure every case, print and write the rows. Every rank calls it; the first one reports."""
+def run(kind: type[Benchmark[Any, Any]], args: argparse.Namespace) -> int:
+    """Measure every case, print and write the rows. Every rank calls it; the first one reports.
+
+    Returns:
+        Exit code: 1 if a result is wrong.
+    """
     plot_path: Path | None = getattr(args, "plot", None)
     joined = join(args, partial(_check_ranks, args)) if kind.ranks_of == "one" else start(args)
     with joined as job, nullcontext() if kind.has_engine else torch.inference_mode():
@@ -253,6 +257,7 @@ def run(kind: type[Benchmark[Any, Any]], args: argparse.Namespace) -> None:
                     write_results(args.json, rows, job.ranks.num_ranks, job.ranks.device, args.commit, findings)
                 if plot_path and rows:
                     benchmark.plot(plot_path, rows)
+    return int(any(map(kind.wrong, rows)))
 
 
 def _inputs(kind: type[Benchmark[Any, Any]], args: argparse.Namespace) -> list[Path]:

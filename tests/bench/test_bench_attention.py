@@ -57,7 +57,7 @@ def test_all_kernels_in_one_run(peers: Path, tmp_path: Path, capsys: pytest.Capt
         ("fp8_ds_mla", "auto"): ours,
     }
     sizes = "--heads 3 --batch 3 --context 70 --query-len 1,2 --kv-cache-dtype fp8_ds_mla,fp8,bf16 --dtype bfloat16"
-    found = measure(tmp_path, f"decode --peers {peers} --kernels {','.join(kernels)} {sizes}")
+    found = measure(tmp_path, f"decode --peers {peers} --kernels {','.join(kernels)} {sizes}", code=1)
     keys = "batch", "context", "query_len", "kv_cache_dtype", "decode_query_dtype", "kernel"
     rows = {tuple(row[key] for key in keys): row for row in found}
     cases = product((3,), (70,), (1, 2), FORMATS)

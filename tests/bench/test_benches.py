@@ -224,7 +224,7 @@ def test_wrong_results_are_found(
 ) -> None:
     right = pkgutil.resolve_name(f"dcpmla.bench.{place}")
     monkeypatch.setattr(f"dcpmla.bench.{place.replace(':', '.')}", lambda *given: change(right(*given)))
-    wrong = [row for row in measure(tmp_path, command) if kind_of(command).wrong(row)]
+    wrong = [row for row in measure(tmp_path, command, code=1) if kind_of(command).wrong(row)]
     assert len(wrong) == capsys.readouterr().out.count(f"WRONG: {field} ") == num_wrong
     assert all(row[field] is None or row[field] > 0.08 for row in wrong)
 

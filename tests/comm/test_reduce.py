@@ -220,6 +220,6 @@ def test_bench_reports_wrong_rows(tmp_path: Path, capsys: pytest.CaptureFixture[
     out = tmp_path / "reduce.json"
     command = ["bench", "reduce", "--tokens", "1,3", "--row-width", "32", "--device", "cpu", "--json", str(out)]
     with patch.object(CollectiveReduce, "add_norm", lambda self, partial, *_: (partial, partial)):
-        assert main(command) == 0
+        assert main(command) == 1
     assert all(row["error"] > 0.1 for row in json.loads(out.read_text())["rows"])
     assert capsys.readouterr().out.count("WRONG") == 2

@@ -12,10 +12,10 @@ from tests.support.launchers import run_together, torchrun
 Rows = list[dict[str, Any]]
 
 
-def measure(directory: Path, command: str) -> Rows:
-    """Run `dcpmla bench`; return the rows of its result file, `bench.json` in a directory."""
+def measure(directory: Path, command: str, code: int = 0) -> Rows:
+    """Run `dcpmla bench`, which exits with a code; return the rows of its result file, `bench.json` in a directory."""
     out = directory / "bench.json"
-    assert main(["bench", *command.split(), "--device", "cpu", "--commit", "abc", "--json", str(out)]) == 0
+    assert main(["bench", *command.split(), "--device", "cpu", "--commit", "abc", "--json", str(out)]) == code
     content = json.loads(out.read_text())
     assert list(content)[:4] == ["commit", "machine", "versions", "rows"]
     assert (content["commit"], content["machine"]) == ("abc", "1 x CPU")
