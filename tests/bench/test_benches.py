@@ -277,6 +277,18 @@ def test_one_gpu_in_graphs(command: str, num_rows: int | None, tmp_path: Path, m
         assert 1e12 < ceilings["bytes_per_second"] < 6e12
 
 
+@pytest.mark.alone
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "command", [f"{LINEARS} --tokens 1,20,50,128,300", "experts --shape v3-tp4 --tokens 1,8,64,1024"]
+)
+def test_products_of_published_sizes_are_right(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In all formats, and by each kernel that takes some number of rows: the command would exit with 1."""
+    monkeypatch.undo()  # GPUs may be seen again
+    formats = {row["weights"] for row in measure_on_gpus(tmp_path, command, 1)["rows"]}
+    assert formats >= {"bf16", "fp8", "nvfp4", "int4_128", "awq"}
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
