@@ -38,7 +38,7 @@ def _multiply(x, x_scales, w, w_scales, acc, TRANSPOSED: tl.constexpr):
     if w.dtype == tl.float8e4nv:
         acc = tl.fma(tl.dot(w, x.T) if TRANSPOSED else tl.dot(x, w.T), x_scales * w_scales, acc)
     elif TRANSPOSED:
-        acc = finish(tl.dot(w, x.T, acc, input_precision="ieee"))  # a reshaped tile is in registers
+        acc = tl.dot(w, x.T, acc, input_precision="ieee")
     else:
         acc = tl.dot(x, w.T, acc, input_precision="ieee")
     return acc
@@ -122,7 +122,9 @@ def grouped_product_kernel(
                 w_scales = tl.where(tl.arange(0, 2 * COLUMNS) < COLUMNS, w_scales, up_scales)[:, None]
         w = w_desc.load([expert, 0, first_column, depth]).reshape(N, DEPTH)
         acc = _multiply(x, x_scales, w, w_scales, acc, TRANSPOSED)
-        if GATED and not IS_STACKED:
+        if IS_STACKED:
+            acc = finish(acc)  # both parts' tiles become one in registers
+        elif GATED:
             w = w_desc.load([expert, 1, first_column, depth]).reshape(N, DEPTH)
             up = _multiply(x, x_scales, w, up_scales, up, TRANSPOSED)
     if IS_STACKED:
